@@ -1,0 +1,63 @@
+"""Attention that picks its algorithm per token.
+
+Names load on first use, so that ``meta-attention --help`` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meta_attention.config import MetaAttentionConfig
+    from meta_attention.controller import (
+        BayesianMetaController,
+        PriorFreeController,
+        RoutingPosterior,
+        compute_aware_prior,
+    )
+    from meta_attention.experts import Expert, Heads, known_experts, register_expert
+    from meta_attention.layers import BayesianMetaAttentionLayer, MetaTransformerBlock
+    from meta_attention.objective import mean_over_tokens, routing_loss
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "MetaAttentionConfig": "config",
+    "BayesianMetaController": "controller",
+    "PriorFreeController": "controller",
+    "RoutingPosterior": "controller",
+    "compute_aware_prior": "controller",
+    "Expert": "experts",
+    "Heads": "experts",
+    "known_experts": "experts",
+    "register_expert": "experts",
+    "BayesianMetaAttentionLayer": "layers",
+    "MetaTransformerBlock": "layers",
+    "mean_over_tokens": "objective",
+    "routing_loss": "objective",
+}
+
+__all__ = [
+    "BayesianMetaAttentionLayer",
+    "BayesianMetaController",
+    "Expert",
+    "Heads",
+    "MetaAttentionConfig",
+    "MetaTransformerBlock",
+    "PriorFreeController",
+    "RoutingPosterior",
+    "compute_aware_prior",
+    "known_experts",
+    "mean_over_tokens",
+    "register_expert",
+    "routing_loss",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

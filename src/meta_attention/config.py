@@ -1,0 +1,225 @@
+"""One configuration for layer, block and model. Plain data: no tensors, no I/O of its own."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedConfig
+
+from meta_attention.errors import ConfigError
+
+Impl = Literal["auto", "reference", "triton"]
+ControllerName = Literal["bayesian", "prior_free"]
+TrainingWeights = Literal["mean", "sample"]
+
+# these change their frequencies with the sequence length, so a prefix would not be stable
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class MetaAttentionConfig(PreTrainedConfig):  # type: ignore[misc]  # untyped base
+    """How a routed model is built and how its tokens choose among attention experts.
+
+    The fields with the usual Transformers names mean what they mean there. The rest:
+
+    Args:
+        experts: Names of the experts of every layer, in the order of the routing weights.
+        layer_experts: Experts of each layer where layers differ; overrides ``experts``. A layer
+            with one expert is static and has no controller, so a local/global hybrid is
+            ``layer_experts=[["local"], ["local"], ["full"]]``.
+        expert_costs: Cost of each expert relative to full attention, in (0, 1]: ``"paper"`` (full
+            1, linear 0.15, local 0.30), ``"flops"`` (counted at ``cost_length``), or one number
+            per name in ``experts``.
+        cost_length: Sequence length at which ``"flops"`` counts; default
+            ``max_position_embeddings``.
+        window_size: Local attention sees this many positions before a token, and as many after
+            it when ``causal`` is off.
+        shared_projections: One query, key, value and output projection for all experts of a
+            layer. ``False`` is the paper's layout: each expert has its own.
+        causal: Language models read backwards only; ``False`` is for encoders.
+        use_rope: Rotate queries and keys by position in the softmax experts.
+        controller: ``"bayesian"`` or ``"prior_free"``.
+        controller_hidden_size: Width of the controller's hidden layer.
+        prior_strength: Scale of the Dirichlet prior; the paper's beta_0.
+        prior_floor: Smallest prior concentration; the paper's epsilon.
+        kl_weight: Weight of the KL term in the loss; the paper's beta_elbo.
+        cost_weight: Weight of the projected cost in the loss; how a prior-free controller is told
+            to be cheap.
+        training_weights: Routing weights while training: the posterior ``"mean"`` or a
+            reparameterised ``"sample"``. Evaluation always uses the mean.
+        impl: Implementation of the tensor functions. ``"auto"`` takes the fastest there is; one
+            asked for by name runs or raises.
+    """
+
+    model_type = "meta_attention"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 8192
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    use_rope: bool = True
+
+    experts: Sequence[str] = ("full", "linear", "local")
+    layer_experts: Sequence[Sequence[str]] | None = None
+    expert_costs: str | Sequence[float] = "paper"
+    cost_length: int | None = None
+    window_size: int = 256
+    shared_projections: bool = True
+    causal: bool = True
+    controller: ControllerName = "bayesian"
+    controller_hidden_size: int = 64
+    prior_strength: float = 1.0
+    prior_floor: float = 0.01
+    kl_weight: float = 1.0
+    cost_weight: float = 0.0
+    training_weights: TrainingWeights = "mean"
+    impl: Impl = "auto"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_sizes()
+        self._check_experts()
+        self._check_routing()
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.intermediate_size is None:
+            # SwiGLU has three matrices: 8/3 D gives it the parameters of a 4 D feed-forward
+            self.intermediate_size = -(-8 * self.hidden_size // (3 * 64)) * 64
+        super().__post_init__(**kwargs)
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise ConfigError(
+                f"rope_type must not depend on the sequence length, got {rope_type!r}: a prefix "
+                "would change when text is appended; use 'default', 'linear', 'llama3' or 'yarn'"
+            )
+
+    def experts_of(self, layer_idx: int) -> tuple[str, ...]:
+        """Names of the experts of one layer."""
+        if self.layer_experts is None:
+            return tuple(self.experts)
+        if not 0 <= layer_idx < len(self.layer_experts):
+            raise ConfigError(
+                f"layer_idx must be below the {len(self.layer_experts)} entries of layer_experts, "
+                f"got {layer_idx}"
+            )
+        return tuple(self.layer_experts[layer_idx])
+
+    def _check_sizes(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+            "window_size",
+            "controller_hidden_size",
+        ):
+            _require_count(name, getattr(self, name))
+        for name in ("intermediate_size", "num_key_value_heads", "head_dim", "cost_length"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
+        heads = self.num_attention_heads
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ConfigError(
+                f"hidden_size must be a multiple of num_attention_heads, got {self.hidden_size} "
+                f"and {heads}; change one or set head_dim"
+            )
+        if self.num_key_value_heads is not None and heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and "
+                f"{self.num_key_value_heads}: each key-value head serves a whole group of heads"
+            )
+        head_dim = self.head_dim or self.hidden_size // heads
+        if self.use_rope and head_dim % 2:
+            raise ConfigError(
+                f"head_dim must be even for rotary positions, got {head_dim}; set use_rope=False "
+                "or change head_dim"
+            )
+
+    def _check_experts(self) -> None:
+        self.experts = _names("experts", self.experts)
+        if self.layer_experts is not None:
+            self.layer_experts = tuple(
+                _names(f"layer_experts[{i}]", names) for i, names in enumerate(self.layer_experts)
+            )
+            if len(self.layer_experts) != self.num_hidden_layers:
+                raise ConfigError(
+                    f"layer_experts must name the experts of all {self.num_hidden_layers} layers, "
+                    f"got {len(self.layer_experts)} entries"
+                )
+        if isinstance(self.expert_costs, str):
+            if self.expert_costs not in ("paper", "flops"):
+                raise ConfigError(
+                    "expert_costs must be 'paper', 'flops' or one number per expert, "
+                    f"got {self.expert_costs!r}"
+                )
+            return
+        self.expert_costs = tuple(float(cost) for cost in self.expert_costs)
+        check_costs(self.expert_costs)
+        if len(self.expert_costs) != len(self.experts):
+            raise ConfigError(
+                f"expert_costs must have one number per expert, got {len(self.expert_costs)} "
+                f"costs for {len(self.experts)} experts {list(self.experts)}"
+            )
+
+    def _check_routing(self) -> None:
+        _require_choice("controller", self.controller, ControllerName)
+        _require_choice("training_weights", self.training_weights, TrainingWeights)
+        _require_choice("impl", self.impl, Impl)
+        check_prior(self.prior_strength, self.prior_floor)
+        for name in ("kl_weight", "cost_weight"):
+            if not getattr(self, name) >= 0.0:
+                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
+
+
+def check_costs(costs: Sequence[float]) -> None:
+    """Raise unless every cost is in (0, 1]."""
+    for index, cost in enumerate(costs):
+        if not 0.0 < cost <= 1.0:
+            raise ConfigError(
+                f"expert_costs[{index}] must be in (0, 1], got {cost}: costs are relative to full "
+                "attention"
+            )
+
+
+def check_prior(strength: float, floor: float) -> None:
+    """Raise unless strength and floor give a proper Dirichlet prior."""
+    if not 0.0 <= strength < float("inf"):
+        raise ConfigError(f"prior_strength must be finite and >= 0, got {strength}")
+    if not 0.0 < floor < float("inf"):
+        raise ConfigError(
+            f"prior_floor must be finite and > 0, got {floor}: an expert of cost 1.0 would get "
+            "prior concentration 0, and the KL term would be infinite"
+        )
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+
+
+def _require_choice(name: str, value: object, choices: object) -> None:
+    known = get_args(choices)
+    if value not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def _names(field: str, names: object) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ConfigError(f"{field} must be a list of expert names, got {names!r}")
+    if not names:
+        raise ConfigError(f"{field} must name at least one expert, got none")
+    if len(set(names)) != len(names):
+        raise ConfigError(f"{field} must name each expert once, got {list(names)}")
+    return tuple(str(name) for name in names)

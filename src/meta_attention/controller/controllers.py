@@ -1,0 +1,113 @@
+"""Controllers: tokens in, a posterior over experts out.
+
+All have the interface ``controller(x, position_ids) -> posterior`` and the buffers ``costs`` and
+``prior_concentration``, so that exchanging one for another is one word of configuration.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.controller.features import NUM_EXTRA_FEATURES, token_features
+from meta_attention.controller.posterior import PointPosterior, Posterior, RoutingPosterior
+from meta_attention.controller.prior import compute_aware_prior
+
+
+class KeepFloat32(nn.Module):
+    """A module that ``model.bfloat16()`` and ``model.half()`` move but do not round.
+
+    In bfloat16 0.86 + 0.0015 is 0.86: small evidence would vanish.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def move(t: Tensor) -> Tensor:
+            moved = fn(t)
+            is_half = moved.dtype in (torch.bfloat16, torch.float16)
+            return t.to(moved.device) if is_half else moved
+
+        return super()._apply(move, recurse)
+
+
+class _Controller(KeepFloat32):
+    """Costs and prior: all that the later stages read of a controller beside its answer."""
+
+    costs: Tensor  # [E]
+    prior_concentration: Tensor  # [E]
+
+    def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
+        super().__init__()
+        self.max_positions = config.max_position_embeddings
+        prior = compute_aware_prior(
+            costs, strength=config.prior_strength, floor=config.prior_floor
+        )
+        # not saved: both follow from the config
+        self.register_buffer("costs", torch.tensor(list(costs)), persistent=False)
+        self.register_buffer("prior_concentration", prior, persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Posterior:
+        raise NotImplementedError
+
+
+class _MLPController(_Controller):
+    """Features and a 2-layer MLP with GELU; subclasses read its logits as a posterior."""
+
+    def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
+        super().__init__(config, costs)
+        width = config.controller_hidden_size
+        self.mlp = nn.Sequential(
+            nn.Linear(config.hidden_size + NUM_EXTRA_FEATURES, width),
+            nn.GELU(),
+            nn.Linear(width, len(costs)),
+        )
+
+    def logits(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Unbounded scores [B, T, E], in float32 also under autocast."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.mlp(token_features(x, position_ids, max_positions=self.max_positions))
+
+
+class BayesianMetaController(_MLPController):
+    """Dirichlet posterior under a compute-aware prior: concentration = prior + evidence.
+
+    Args:
+        config: Model configuration.
+        costs: Cost of each expert relative to full attention, in (0, 1].
+    """
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> RoutingPosterior:
+        evidence = F.softplus(self.logits(x, position_ids))  # [B, T, E]
+        return RoutingPosterior(self.prior_concentration + evidence)
+
+
+class PriorFreeController(_MLPController):
+    """The ablation: the same features and MLP, softmax weights, no prior.
+
+    What makes it economical, if anything, is ``cost_weight`` in the objective.
+
+    Args:
+        config: Model configuration.
+        costs: Cost of each expert relative to full attention, in (0, 1].
+    """
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> PointPosterior:
+        return PointPosterior(self.logits(x, position_ids).softmax(dim=-1))
+
+
+class StaticController(_Controller):
+    """A layer of one expert has nothing to choose: every token gets it, and nothing is learnt."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> RoutingPosterior:
+        return RoutingPosterior(self.prior_concentration.expand(*x.shape[:2], -1))
+
+
+def build_controller(config: MetaAttentionConfig, costs: Sequence[float]) -> _Controller:
+    """The controller the config names, or a static one where there is nothing to choose."""
+    if len(costs) == 1:
+        return StaticController(config, costs)
+    if config.controller == "bayesian":
+        return BayesianMetaController(config, costs)
+    return PriorFreeController(config, costs)

@@ -1,0 +1,17 @@
+"""Exceptions a user of the library may see and catch."""
+
+
+class MetaAttentionError(Exception):
+    """Base class of every error this library raises on purpose."""
+
+
+class ConfigError(MetaAttentionError, ValueError):
+    """A configuration value that cannot work, found before any tensor is built."""
+
+
+class ShapeError(MetaAttentionError, ValueError):
+    """A tensor whose shape or dtype breaks the contract of the function that received it."""
+
+
+class BackendUnavailableError(MetaAttentionError, RuntimeError):
+    """A requested implementation that cannot run here."""

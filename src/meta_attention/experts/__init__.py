@@ -1,0 +1,27 @@
+"""Heads -> rows: the attention algorithms a token may take."""
+
+from meta_attention.experts.base import (
+    Expert,
+    Heads,
+    build_experts,
+    expert_costs,
+    known_experts,
+    register_expert,
+)
+from meta_attention.experts.full import FullAttention
+from meta_attention.experts.gated import GatedFullAttention
+from meta_attention.experts.linear import LinearAttention
+from meta_attention.experts.local import LocalAttention
+
+__all__ = [
+    "Expert",
+    "FullAttention",
+    "GatedFullAttention",
+    "Heads",
+    "LinearAttention",
+    "LocalAttention",
+    "build_experts",
+    "expert_costs",
+    "known_experts",
+    "register_expert",
+]

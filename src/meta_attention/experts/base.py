@@ -1,0 +1,144 @@
+"""What an attention expert is, and the names by which a config asks for one.
+
+An expert turns heads into rows: queries, keys and values of all tokens in, one row per token and
+head out. Projections, rotary positions, routing and merging belong to the layer.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Projected tokens, as every expert receives them."""
+
+    query: Tensor  # [B, T, H, P]
+    key: Tensor  # [B, T, K, P], K key-value heads
+    value: Tensor  # [B, T, K, P]
+
+
+class Expert(nn.Module):
+    """One attention algorithm. Subclasses give ``forward`` and ``flops``.
+
+    Args:
+        config: Model configuration.
+    """
+
+    uses_rope: ClassVar[bool] = True
+    """Whether queries and keys arrive rotated by their position."""
+
+    paper_cost: ClassVar[float | None] = None
+    """Cost under ``expert_costs="paper"``, for the experts the paper gives one."""
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_heads: int = config.num_key_value_heads
+        self.head_dim: int = config.head_dim
+        self.causal = config.causal
+        self.impl = config.impl
+
+    def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Rows ``[B, T, H, P]``, zero for padding.
+
+        Args:
+            heads: Queries, keys and values of all tokens.
+            x: Layer input ``[B, T, D]``, for what depends on more than the heads.
+            mask: ``[B, T]`` boolean, False for padding; None if there is none.
+        """
+        raise NotImplementedError
+
+    def flops(self, length: int) -> float:
+        """Floating-point operations per token and layer, mean over a sequence of ``length``.
+
+        Projections are left out: every expert needs them.
+        """
+        raise NotImplementedError
+
+    def cost(self, length: int) -> float:
+        """``flops`` relative to full attention, at most 1.
+
+        Some experts cost more than full attention on short sequences; the prior has no use for
+        the difference.
+        """
+        full = self.attention_flops(visible_keys(length, length, causal=self.causal))
+        return min(1.0, self.flops(length) / full)
+
+    def attention_flops(self, keys: float) -> float:
+        """Operations of one token's softmax attention over ``keys`` keys: scores and values."""
+        return 4.0 * self.num_heads * self.head_dim * keys
+
+
+def visible_keys(length: int, window: int, *, causal: bool) -> float:
+    """Keys a token sees within ``window``, itself included, mean over a sequence."""
+    w = min(window, length - 1)
+    # the first w tokens see fewer than w before them
+    before = w - w * (w + 1) / (2 * length)
+    return 1.0 + before * (1 if causal else 2)
+
+
+_REGISTRY: dict[str, type[Expert]] = {}
+
+ExpertType = TypeVar("ExpertType", bound=type[Expert])
+
+
+def register_expert(name: str) -> Callable[[ExpertType], ExpertType]:
+    """Make an expert known to configs as ``name``; a class decorator.
+
+    Registering a name again replaces the expert only when it is the same class defined anew, as
+    happens in notebooks.
+    """
+
+    def register(cls: ExpertType) -> ExpertType:
+        known = _REGISTRY.get(name)
+        if known is not None and known.__qualname__ != cls.__qualname__:
+            raise ConfigError(
+                f"expert name {name!r} is taken by {known.__qualname__}; choose another"
+            )
+        _REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def known_experts() -> tuple[str, ...]:
+    """Names a config may use."""
+    return tuple(sorted(_REGISTRY))
+
+
+def build_experts(config: MetaAttentionConfig, layer_idx: int) -> dict[str, Expert]:
+    """The experts of one layer by name, in the order of its routing weights."""
+    names = config.experts_of(layer_idx)
+    for name in names:
+        if name not in _REGISTRY:
+            raise ConfigError(
+                f"unknown expert {name!r}; known are {', '.join(known_experts())}, and "
+                "register_expert adds your own"
+            )
+    return {name: _REGISTRY[name](config) for name in names}
+
+
+def expert_costs(config: MetaAttentionConfig, experts: dict[str, Expert]) -> Sequence[float]:
+    """Cost of each expert relative to full attention, as the config asks."""
+    if config.expert_costs == "flops":
+        length = config.cost_length or config.max_position_embeddings
+        return [expert.cost(length) for expert in experts.values()]
+    if config.expert_costs == "paper":
+        costs = {name: expert.paper_cost for name, expert in experts.items()}
+        missing_from = "the paper"
+    else:
+        costs = dict(zip(config.experts, config.expert_costs, strict=True))
+        missing_from = "expert_costs"
+    for name in experts:
+        if costs.get(name) is None:
+            raise ConfigError(
+                f"{missing_from} gives no cost for expert {name!r}; use expert_costs='flops' or "
+                "one number for each name in experts"
+            )
+    return [costs[name] for name in experts]

@@ -1,0 +1,25 @@
+"""Linear attention."""
+
+from torch import Tensor
+
+from meta_attention.experts.base import Expert, Heads, register_expert
+from meta_attention.ops.linear_attention import linear_attention
+
+
+@register_expert("linear")
+class LinearAttention(Expert):
+    """Every token reads one state that sums all tokens (causal: all before it). The paper's E2."""
+
+    # rotated features would not stay positive, and the normaliser could vanish
+    uses_rope = False
+    paper_cost = 0.15
+
+    def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
+        return linear_attention(
+            heads.query, heads.key, heads.value, causal=self.causal, mask=mask, impl=self.impl
+        )
+
+    def flops(self, length: int) -> float:
+        # a key-value head adds to P x (P + 1) numbers of state, each of its query heads reads them
+        state = self.head_dim * (self.head_dim + 1)
+        return 2.0 * state * (self.num_key_value_heads + self.num_heads)

@@ -1,0 +1,32 @@
+"""Sliding-window attention."""
+
+from torch import Tensor
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.experts.base import Expert, Heads, register_expert, visible_keys
+from meta_attention.ops.local_attention import local_attention
+
+
+@register_expert("local")
+class LocalAttention(Expert):
+    """Every token sees its neighbours within the window. The paper's E3."""
+
+    paper_cost = 0.30
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        super().__init__(config)
+        self.window = config.window_size
+
+    def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
+        return local_attention(
+            heads.query,
+            heads.key,
+            heads.value,
+            window=self.window,
+            causal=self.causal,
+            mask=mask,
+            impl=self.impl,
+        )
+
+    def flops(self, length: int) -> float:
+        return self.attention_flops(visible_keys(length, self.window, causal=self.causal))

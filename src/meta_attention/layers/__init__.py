@@ -1,0 +1,6 @@
+"""The pipeline put together: a routed attention layer, and a block around it."""
+
+from meta_attention.layers.attention import BayesianMetaAttentionLayer, LayerOutput
+from meta_attention.layers.block import MetaTransformerBlock
+
+__all__ = ["BayesianMetaAttentionLayer", "LayerOutput", "MetaTransformerBlock"]

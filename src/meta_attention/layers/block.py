@@ -1,0 +1,37 @@
+"""A transformer block with routed attention."""
+
+from dataclasses import replace
+
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.layers.attention import BayesianMetaAttentionLayer, LayerOutput
+
+
+class MetaTransformerBlock(nn.Module):
+    """RMSNorm, routed attention, RMSNorm, SwiGLU feed-forward, each half with its residual.
+
+    Args:
+        config: Model configuration.
+        layer_idx: Index of the block in its model.
+    """
+
+    def __init__(self, config: MetaAttentionConfig, layer_idx: int = 0) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention = BayesianMetaAttentionLayer(config, layer_idx)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> LayerOutput:
+        """As the attention layer, with the block's hidden states ``[B, T, D]`` as ``output``."""
+        attended = self.attention(self.attention_norm(x), attention_mask, position_ids)
+        x = x + attended.output
+        x = x + self.mlp(self.mlp_norm(x))
+        return replace(attended, output=x)

@@ -1,0 +1,52 @@
+"""Hidden states -> heads -> hidden states: the matrices around attention."""
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.controller import KeepFloat32
+from meta_attention.experts import Heads
+
+
+class Projections(nn.Module):
+    """Query, key, value and output projections, for one expert or shared by all."""
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        super().__init__()
+        self.head_dim: int = config.head_dim
+        width, bias = config.hidden_size, config.attention_bias
+        query_width = config.num_attention_heads * self.head_dim
+        key_width = config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, query_width, bias=bias)
+        self.k_proj = nn.Linear(width, key_width, bias=bias)
+        self.v_proj = nn.Linear(width, key_width, bias=bias)
+        self.o_proj = nn.Linear(query_width, width, bias=bias)
+
+    def heads(self, x: Tensor) -> Heads:
+        """Project [B, T, D] to heads."""
+        return Heads(
+            *(
+                projection(x).unflatten(-1, (-1, self.head_dim))
+                for projection in (self.q_proj, self.k_proj, self.v_proj)
+            )
+        )
+
+    def output(self, rows: Tensor) -> Tensor:
+        """Project rows [B, T, H * P] back to [B, T, D]."""
+        return self.o_proj(rows)
+
+
+class RotaryPositions(KeepFloat32, LlamaRotaryEmbedding):  # type: ignore[misc]  # untyped base
+    """Rotary embedding as in Llama, with every length-independent scaling Transformers knows."""
+
+    def rotate(self, heads: Heads, cos: Tensor, sin: Tensor) -> Heads:
+        query, key = apply_rotary_pos_emb(heads.query, heads.key, cos, sin, unsqueeze_dim=2)
+        return Heads(query, key, heads.value)
+
+
+def positions_of(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Absolute positions [B, T], counted from each row's first token, so left padding is free."""
+    if mask is None:
+        return torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)

@@ -1,0 +1,1 @@
+"""Tensor functions, one folder each: the public function and its implementations."""

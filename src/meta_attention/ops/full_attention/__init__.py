@@ -1,0 +1,42 @@
+"""Softmax attention over every position a token may see.
+
+    out[t] = sum_s softmax_s(query[t] . key[s] / sqrt(P)) value[s]
+
+s runs over the tokens up to t when causal, over all tokens otherwise; never over padding.
+"""
+
+from torch import Tensor
+
+from meta_attention.config import Impl
+from meta_attention.ops.backend import require_reference
+from meta_attention.ops.full_attention.reference import full_attention_reference
+from meta_attention.ops.heads import check_heads
+
+__all__ = ["full_attention"]
+
+
+def full_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Softmax attention.
+
+    Args:
+        query: ``[B, T, H, P]``.
+        key: ``[B, T, K, P]``; each of the K key-value heads serves H / K query heads.
+        value: ``[B, T, K, P]``.
+        causal: Token t sees positions up to t only.
+        mask: ``[B, T]``, 1 for tokens and 0 for padding.
+        impl: ``"auto"``, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        ``[B, T, H, P]``; rows of padding are zero.
+    """
+    check_heads(query, key, value, mask)
+    require_reference("full_attention", impl)
+    return full_attention_reference(query, key, value, causal, mask)

@@ -1,0 +1,48 @@
+"""Softmax attention over a window of neighbours.
+
+    out[t] = sum_s softmax_s(query[t] . key[s] / sqrt(P)) value[s]
+
+s runs over [t - window, t] when causal, over [t - window, t + window] otherwise; never over
+padding. Time and memory grow linearly with T.
+"""
+
+from torch import Tensor
+
+from meta_attention.config import Impl
+from meta_attention.errors import ConfigError
+from meta_attention.ops.backend import require_reference
+from meta_attention.ops.heads import check_heads
+from meta_attention.ops.local_attention.reference import local_attention_reference
+
+__all__ = ["local_attention"]
+
+
+def local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int,
+    causal: bool,
+    mask: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Sliding-window attention.
+
+    Args:
+        query: ``[B, T, H, P]``.
+        key: ``[B, T, K, P]``; each of the K key-value heads serves H / K query heads.
+        value: ``[B, T, K, P]``.
+        window: Positions seen on each allowed side of a token, beside itself.
+        causal: Token t sees positions up to t only.
+        mask: ``[B, T]``, 1 for tokens and 0 for padding.
+        impl: ``"auto"``, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        ``[B, T, H, P]``; rows of padding are zero.
+    """
+    check_heads(query, key, value, mask)
+    if window < 1:
+        raise ConfigError(f"window must be >= 1, got {window}")
+    require_reference("local_attention", impl)
+    return local_attention_reference(query, key, value, window, causal, mask)

@@ -1,0 +1,5 @@
+"""Posterior -> routes: which experts a token takes, and with what weight."""
+
+from meta_attention.routing.policy import Routes, choose_routes
+
+__all__ = ["Routes", "choose_routes"]

@@ -1,0 +1,34 @@
+"""What tests and benchmarks share: slow exact definitions, and how much error is allowed."""
+
+import torch
+from torch import Tensor
+
+from meta_attention.testing.definitions import (
+    naive_full_attention,
+    naive_linear_attention,
+    naive_local_attention,
+)
+
+__all__ = [
+    "assert_within_error_budget",
+    "naive_full_attention",
+    "naive_linear_attention",
+    "naive_local_attention",
+]
+
+
+def assert_within_error_budget(name: str, actual: Tensor, oracle: Tensor, plain: Tensor) -> None:
+    """Allow an implementation at most twice the rounding error of plain PyTorch.
+
+    The budget follows the data, so no test carries a hand-tuned tolerance.
+
+    Args:
+        name: Named in the failure message.
+        actual: What is judged.
+        oracle: The definition, in float64.
+        plain: The definition, in the dtype of ``actual``.
+    """
+    rounding = torch.finfo(actual.dtype).eps * oracle.abs().max().item()
+    budget = 2.0 * (plain.double() - oracle).abs().max().item() + rounding
+    error = (actual.double() - oracle).abs().max().item()
+    assert error <= budget, f"{name}: error {error:.3e} exceeds budget {budget:.3e}"

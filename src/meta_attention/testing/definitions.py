@@ -1,0 +1,71 @@
+"""Attention as it is written on paper: T x T matrices, one line per formula.
+
+Query [B, T, H, P], key and value [B, T, K, P], mask [B, T] boolean. Rows of padding are zero.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def naive_full_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None = None
+) -> Tensor:
+    """Softmax over every visible token."""
+    T = query.shape[1]
+    return _softmax_attention(query, key, value, _band(T, T, causal), mask)
+
+
+def naive_local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    window: int,
+    causal: bool,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Softmax over the visible tokens at most ``window`` away."""
+    return _softmax_attention(query, key, value, _band(query.shape[1], window, causal), mask)
+
+
+def naive_linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None = None
+) -> Tensor:
+    """Products of ELU + 1 features in place of the softmax, normalised to sum to one."""
+    T = query.shape[1]
+    key, value = _one_per_query_head(query, key, value)
+    scores = torch.einsum("bthp,bshp->bhts", F.elu(query) + 1.0, F.elu(key) + 1.0)
+    scores = scores * _visible(_band(T, T, causal), mask)
+    weights = scores / scores.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+    return _drop_padding(torch.einsum("bhts,bshp->bthp", weights, value), mask)
+
+
+def _softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, band: Tensor, mask: Tensor | None
+) -> Tensor:
+    key, value = _one_per_query_head(query, key, value)
+    scores = torch.einsum("bthp,bshp->bhts", query, key) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(~_visible(band, mask), float("-inf"))
+    # a row with nothing to see is all -inf, and its softmax NaN; such rows are padding
+    weights = scores.softmax(dim=-1).nan_to_num(0.0)
+    return _drop_padding(torch.einsum("bhts,bshp->bthp", weights, value), mask)
+
+
+def _band(T: int, window: int, causal: bool) -> Tensor:
+    """Which positions each position sees, [T, T]."""
+    distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
+    return (distance <= window) & ((distance >= 0) if causal else (distance >= -window))
+
+
+def _visible(band: Tensor, mask: Tensor | None) -> Tensor:
+    return band if mask is None else band & mask[:, None, None, :]
+
+
+def _one_per_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    group = query.shape[2] // key.shape[2]
+    return key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
+
+
+def _drop_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
+    return rows if mask is None else torch.where(mask[:, :, None, None], rows, 0.0)
