@@ -1,6 +1,9 @@
 """One configuration for layer, block and model. Plain data: no tensors, no I/O of its own."""
 
+import difflib
+import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig
@@ -14,8 +17,22 @@ TrainingWeights = Literal["mean", "sample"]
 # these change their frequencies with the sequence length, so a prefix would not be stable
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+# what Transformers itself accepts beside the fields of a config
+_TRANSFORMERS_ARGUMENTS = {
+    "attn_implementation",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "num_labels",
+    "output_attentions",
+    "partial_rotary_factor",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+}
 
-class MetaAttentionConfig(PreTrainedConfig):  # type: ignore[misc]  # untyped base
+
+class MetaAttentionConfig(PreTrainedConfig):
     """How a routed model is built and how its tokens choose among attention experts.
 
     The fields with the usual Transformers names mean what they mean there. The rest:
@@ -54,11 +71,12 @@ class MetaAttentionConfig(PreTrainedConfig):  # type: ignore[misc]  # untyped ba
 
     vocab_size: int = 32000
     hidden_size: int = 768
-    intermediate_size: int | None = None
+    # None until __post_init__ fills these in from the others
+    intermediate_size: int = None  # type: ignore[assignment]
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 8192
     initializer_range: float = 0.02
@@ -66,6 +84,10 @@ class MetaAttentionConfig(PreTrainedConfig):  # type: ignore[misc]  # untyped ba
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     rope_parameters: dict[str, Any] | None = None
     use_rope: bool = True
 
@@ -86,6 +108,7 @@ class MetaAttentionConfig(PreTrainedConfig):  # type: ignore[misc]  # untyped ba
     impl: Impl = "auto"
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self._check_names(kwargs)
         self._check_sizes()
         self._check_experts()
         self._check_routing()
@@ -114,6 +137,18 @@ class MetaAttentionConfig(PreTrainedConfig):  # type: ignore[misc]  # untyped ba
                 f"got {layer_idx}"
             )
         return tuple(self.layer_experts[layer_idx])
+
+    def _check_names(self, unknown: dict[str, Any]) -> None:
+        """Refuse misspelt fields, which Transformers would store and never read."""
+        # a saved config may come from another version of Transformers, with fields of its own
+        if self.transformers_version is not None:
+            return
+        for name in unknown:
+            if name not in _TRANSFORMERS_ARGUMENTS and not name.startswith("_"):
+                known = [field.name for field in fields(self)]
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(f"unknown config field {name!r}{hint}")
 
     def _check_sizes(self) -> None:
         for name in (
@@ -178,9 +213,9 @@ class MetaAttentionConfig(PreTrainedConfig):  # type: ignore[misc]  # untyped ba
         _require_choice("training_weights", self.training_weights, TrainingWeights)
         _require_choice("impl", self.impl, Impl)
         check_prior(self.prior_strength, self.prior_floor)
-        for name in ("kl_weight", "cost_weight"):
-            if not getattr(self, name) >= 0.0:
-                raise ConfigError(f"{name} must be >= 0, got {getattr(self, name)}")
+        for name in ("kl_weight", "cost_weight", "initializer_range", "rms_norm_eps"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
 
 
 def check_costs(costs: Sequence[float]) -> None:
@@ -195,9 +230,9 @@ def check_costs(costs: Sequence[float]) -> None:
 
 def check_prior(strength: float, floor: float) -> None:
     """Raise unless strength and floor give a proper Dirichlet prior."""
-    if not 0.0 <= strength < float("inf"):
+    if not 0.0 <= strength < math.inf:
         raise ConfigError(f"prior_strength must be finite and >= 0, got {strength}")
-    if not 0.0 < floor < float("inf"):
+    if not 0.0 < floor < math.inf:
         raise ConfigError(
             f"prior_floor must be finite and > 0, got {floor}: an expert of cost 1.0 would get "
             "prior concentration 0, and the KL term would be infinite"

@@ -41,9 +41,7 @@ class _Controller(KeepFloat32):
     def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
         super().__init__()
         self.max_positions = config.max_position_embeddings
-        prior = compute_aware_prior(
-            costs, strength=config.prior_strength, floor=config.prior_floor
-        )
+        prior = compute_aware_prior(costs, strength=config.prior_strength, floor=config.prior_floor)
         # not saved: both follow from the config
         self.register_buffer("costs", torch.tensor(list(costs)), persistent=False)
         self.register_buffer("prior_concentration", prior, persistent=False)

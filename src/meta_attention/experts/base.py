@@ -39,8 +39,8 @@ class Expert(nn.Module):
     def __init__(self, config: MetaAttentionConfig) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
-        self.num_key_value_heads: int = config.num_key_value_heads
-        self.head_dim: int = config.head_dim
+        self.num_key_value_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
         self.causal = config.causal
         self.impl = config.impl
 
@@ -91,15 +91,15 @@ ExpertType = TypeVar("ExpertType", bound=type[Expert])
 def register_expert(name: str) -> Callable[[ExpertType], ExpertType]:
     """Make an expert known to configs as ``name``; a class decorator.
 
-    Registering a name again replaces the expert only when it is the same class defined anew, as
-    happens in notebooks.
+    A taken name is refused, unless it is the same class defined anew, as happens in notebooks.
     """
 
     def register(cls: ExpertType) -> ExpertType:
-        known = _REGISTRY.get(name)
-        if known is not None and known.__qualname__ != cls.__qualname__:
+        known = _REGISTRY.get(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(
-                f"expert name {name!r} is taken by {known.__qualname__}; choose another"
+                f"expert name {name!r} is taken by {known.__module__}.{known.__qualname__}; "
+                "choose another"
             )
         _REGISTRY[name] = cls
         return cls
@@ -129,16 +129,17 @@ def expert_costs(config: MetaAttentionConfig, experts: dict[str, Expert]) -> Seq
     if config.expert_costs == "flops":
         length = config.cost_length or config.max_position_embeddings
         return [expert.cost(length) for expert in experts.values()]
-    if config.expert_costs == "paper":
-        costs = {name: expert.paper_cost for name, expert in experts.items()}
-        missing_from = "the paper"
-    else:
-        costs = dict(zip(config.experts, config.expert_costs, strict=True))
-        missing_from = "expert_costs"
-    for name in experts:
-        if costs.get(name) is None:
+    costs: list[float] = []
+    for name, expert in experts.items():
+        if isinstance(config.expert_costs, str):
+            source, cost = "the paper", expert.paper_cost
+        else:
+            given = dict(zip(config.experts, config.expert_costs, strict=True))
+            source, cost = "expert_costs", given.get(name)
+        if cost is None:
             raise ConfigError(
-                f"{missing_from} gives no cost for expert {name!r}; use expert_costs='flops' or "
-                "one number for each name in experts"
+                f"{source} gives no cost for expert {name!r}; use expert_costs='flops' or one "
+                "number for each name in experts"
             )
-    return [costs[name] for name in experts]
+        costs.append(cost)
+    return costs

@@ -5,7 +5,6 @@ Shapes: B batch, T sequence, D width, H heads, P head width, E experts.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from meta_attention.config import MetaAttentionConfig
@@ -65,6 +64,9 @@ class BayesianMetaAttentionLayer(nn.Module):
                 token.
         """
         mask, position_ids = self._check_inputs(x, attention_mask, position_ids)
+        if mask is not None:
+            # padding may hold anything, also what 0 * x would not remove
+            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
 
         # tokens -> posterior -> routes
         posterior = self.controller(x, position_ids)
@@ -85,7 +87,8 @@ class BayesianMetaAttentionLayer(nn.Module):
     def _attend(
         self, x: Tensor, mask: Tensor | None, position_ids: Tensor, routes: Routes
     ) -> Tensor:
-        plain = [projections.heads(x) for projections in self.projections]
+        projections: list[Projections] = list(self.projections)  # type: ignore[arg-type]
+        plain = [p.heads(x) for p in projections]
         rotated = plain
         if self.rotary is not None:
             cos, sin = self.rotary(x, position_ids)  # [B, T, P]
@@ -99,8 +102,8 @@ class BayesianMetaAttentionLayer(nn.Module):
 
         impl = self.config.impl
         if self.config.shared_projections:
-            return self.projections[0].output(route_merge(routes.weights, rows, impl=impl))
-        outputs = [p.output(row) for p, row in zip(self.projections, rows, strict=True)]
+            return projections[0].output(route_merge(routes.weights, rows, impl=impl))
+        outputs = [p.output(row) for p, row in zip(projections, rows, strict=True)]
         return route_merge(routes.weights, outputs, impl=impl)
 
     def _check_inputs(
@@ -112,7 +115,7 @@ class BayesianMetaAttentionLayer(nn.Module):
                 f"x must be [B, T, D] with B and T above 0 and D = {width}, got {list(x.shape)}"
             )
         B, T, _ = x.shape
-        if T > longest:
+        if x.shape[1] > longest:
             raise ShapeError(
                 f"the sequence must fit max_position_embeddings = {longest}, got {T} tokens; "
                 "shorten it or build the model with a larger value"

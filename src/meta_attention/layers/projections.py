@@ -14,7 +14,7 @@ class Projections(nn.Module):
 
     def __init__(self, config: MetaAttentionConfig) -> None:
         super().__init__()
-        self.head_dim: int = config.head_dim
+        self.head_dim = config.head_dim
         width, bias = config.hidden_size, config.attention_bias
         query_width = config.num_attention_heads * self.head_dim
         key_width = config.num_key_value_heads * self.head_dim
@@ -37,8 +37,12 @@ class Projections(nn.Module):
         return self.o_proj(rows)
 
 
-class RotaryPositions(KeepFloat32, LlamaRotaryEmbedding):  # type: ignore[misc]  # untyped base
+class RotaryPositions(KeepFloat32, LlamaRotaryEmbedding):
     """Rotary embedding as in Llama, with every length-independent scaling Transformers knows."""
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        # it reads only the fields that both configs have
+        super().__init__(config)  # type: ignore[arg-type]
 
     def rotate(self, heads: Heads, cos: Tensor, sin: Tensor) -> Heads:
         query, key = apply_rotary_pos_emb(heads.query, heads.key, cos, sin, unsqueeze_dim=2)

@@ -1,0 +1,33 @@
+"""The ``meta-attention`` command. Each subcommand loads torch only when it runs."""
+
+import sys
+
+import typer
+
+from meta_attention.cli import check
+from meta_attention.errors import MetaAttentionError
+
+app = typer.Typer(
+    help="Attention that picks its algorithm per token.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Attention that picks its algorithm per token."""
+
+
+app.command("check", epilog=check.EXAMPLES)(check.check)
+
+
+def main() -> None:
+    """Entry point: an error raised on purpose becomes one line and exit status 2."""
+    try:
+        app()
+    except MetaAttentionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,103 @@
+"""Controllers: one interface, a float32 posterior, nothing that depends on the length."""
+
+import pytest
+import torch
+
+from meta_attention import BayesianMetaController, MetaAttentionConfig, PriorFreeController
+from meta_attention.controller import PointPosterior, RoutingPosterior, build_controller
+from meta_attention.controller.features import token_features
+
+COSTS = [1.0, 0.15, 0.30]
+CONTROLLERS = (BayesianMetaController, PriorFreeController)
+
+
+def make_config(**kwargs) -> MetaAttentionConfig:
+    defaults = {"hidden_size": 16, "num_attention_heads": 2, "max_position_embeddings": 64}
+    return MetaAttentionConfig(**(defaults | kwargs))
+
+
+def make_inputs(T: int = 5):
+    return torch.randn(2, T, 16), torch.arange(T).expand(2, T)
+
+
+def test_concentration_is_prior_plus_positive_evidence():
+    controller = BayesianMetaController(make_config(), COSTS)
+    posterior = controller(*make_inputs())
+    assert posterior.concentration.shape == (2, 5, 3)
+    assert (posterior.concentration > controller.prior_concentration).all()
+
+
+def test_one_word_of_config_changes_the_controller():
+    assert isinstance(build_controller(make_config(), COSTS), BayesianMetaController)
+    prior_free = build_controller(make_config(controller="prior_free"), COSTS)
+    assert isinstance(prior_free, PriorFreeController)
+
+
+def test_both_controllers_learn_the_same_parameters():
+    bayesian, prior_free = (cls(make_config(), COSTS) for cls in CONTROLLERS)
+    shapes = {name: p.shape for name, p in bayesian.named_parameters()}
+    assert shapes == {name: p.shape for name, p in prior_free.named_parameters()}
+    assert len(shapes) == 4
+
+
+def test_both_controllers_give_weights_that_sum_to_one():
+    for cls, kind in zip(CONTROLLERS, (RoutingPosterior, PointPosterior), strict=True):
+        controller = cls(make_config(), COSTS)
+        posterior = controller(*make_inputs())
+        assert isinstance(posterior, kind)
+        torch.testing.assert_close(posterior.mean.sum(dim=-1), torch.ones(2, 5))
+        assert posterior.kl_to(controller.prior_concentration).shape == (2, 5)
+
+
+def test_one_expert_leaves_nothing_to_learn():
+    controller = build_controller(make_config(), [0.3])
+    assert list(controller.parameters()) == []
+    assert controller(*make_inputs()).mean.tolist() == torch.ones(2, 5, 1).tolist()
+
+
+@pytest.mark.parametrize("cls", CONTROLLERS)
+@pytest.mark.parametrize("cast", ["bfloat16", "half"])
+def test_casting_the_model_does_not_round_the_controller(cls, cast):
+    controller = cls(make_config(), COSTS)
+    x, positions = make_inputs()
+    before = {name: p.clone() for name, p in controller.state_dict().items()}
+    expected = controller(x, positions).mean
+    getattr(torch.nn.Sequential(controller), cast)()
+    for name, p in controller.state_dict().items():
+        torch.testing.assert_close(p, before[name], rtol=0, atol=0)
+    torch.testing.assert_close(controller(x, positions).mean, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_posterior_is_float32_under_autocast_and_for_half_inputs(dtype):
+    controller = BayesianMetaController(make_config(), COSTS)
+    x, positions = make_inputs()
+    with torch.autocast("cpu", dtype=dtype):
+        autocast = controller(x, positions)
+    torch.testing.assert_close(autocast.concentration, controller(x, positions).concentration)
+    half = controller(x.to(dtype), positions)
+    assert half.concentration.dtype == torch.float32
+    assert half.sample().dtype == torch.float32
+    assert half.entropy.dtype == torch.float32
+
+
+def test_position_feature_does_not_depend_on_the_length():
+    x, positions = make_inputs(T=20)
+    long = token_features(x, positions, max_positions=64)
+    short = token_features(x[:, :7], positions[:, :7], max_positions=64)
+    torch.testing.assert_close(short, long[:, :7], rtol=0, atol=0)
+    torch.testing.assert_close(long[0, :, -1], torch.arange(20) / 64)
+
+
+def test_norm_feature_is_one_for_a_unit_variance_token():
+    x = torch.ones(1, 1, 16)
+    assert token_features(x, torch.zeros(1, 1), max_positions=64)[0, 0, -2].item() == 1.0
+
+
+def test_gradient_reaches_every_parameter():
+    for cls in CONTROLLERS:
+        controller = cls(make_config(), COSTS)
+        posterior = controller(*make_inputs())
+        loss = posterior.mean[..., 0].sum() + posterior.kl_to(controller.prior_concentration).sum()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in controller.parameters())

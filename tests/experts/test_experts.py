@@ -1,0 +1,123 @@
+"""Experts: what they cost, and how a config asks for them."""
+
+import pytest
+import torch
+
+from meta_attention import Expert, MetaAttentionConfig, known_experts, register_expert
+from meta_attention.errors import ConfigError
+from meta_attention.experts import FullAttention, build_experts, expert_costs
+from meta_attention.experts.base import visible_keys
+
+
+def make_config(**kwargs) -> MetaAttentionConfig:
+    defaults = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 1024}
+    return MetaAttentionConfig(**(defaults | kwargs))
+
+
+def costs_of(**kwargs) -> dict[str, float]:
+    config = make_config(**kwargs)
+    experts = build_experts(config, 0)
+    return dict(zip(experts, expert_costs(config, experts), strict=True))
+
+
+def test_the_four_experts_are_known():
+    assert {"full", "gated_full", "linear", "local"} <= set(known_experts())
+
+
+def test_paper_costs_are_the_papers():
+    assert costs_of() == {"full": 1.0, "linear": 0.15, "local": 0.30}
+
+
+def test_given_costs_follow_their_names_into_every_layer():
+    config = make_config(
+        expert_costs=(1.0, 0.2, 0.1),
+        num_hidden_layers=2,
+        layer_experts=[["local", "full"], ["linear"]],
+    )
+    assert list(expert_costs(config, build_experts(config, 0))) == [0.1, 1.0]
+    assert list(expert_costs(config, build_experts(config, 1))) == [0.2]
+
+
+def test_counted_costs_at_1024_tokens_reverse_the_papers_order():
+    costs = costs_of(expert_costs="flops", window_size=32)
+    assert costs["full"] == 1.0
+    assert costs["linear"] == pytest.approx(0.125, abs=0.003)
+    assert costs["local"] == pytest.approx(0.062, abs=0.003)
+
+
+def test_costs_fall_with_the_length():
+    short = costs_of(expert_costs="flops", cost_length=1024)
+    long = costs_of(expert_costs="flops", cost_length=65536)
+    assert long["linear"] < short["linear"] / 60
+    assert long["local"] < short["local"] / 30
+
+
+def test_no_cost_passes_that_of_full_attention():
+    # at 16 tokens a state of 64 x 65 is more work than 16 keys
+    costs = costs_of(expert_costs="flops", cost_length=16)
+    assert costs == {"full": 1.0, "linear": 1.0, "local": 1.0}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 5, 31, 1000])
+@pytest.mark.parametrize("length", [1, 2, 32, 100])
+def test_visible_keys_are_counted_exactly(length, window, causal):
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+    seen = (distance <= window) & ((distance >= 0) if causal else (distance >= -window))
+    counted = seen.sum(dim=1).double().mean().item()
+    assert visible_keys(length, window, causal=causal) == pytest.approx(counted)
+
+
+def test_counted_flops_are_those_of_the_matrix_products():
+    """Full attention in plain matrix products, counted by PyTorch, against our formula."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    expert = FullAttention(make_config(causal=False))
+    T = 96
+    q = k = v = torch.randn(4, T, 64)
+    with FlopCounterMode(display=False) as counter:
+        (q @ k.transpose(1, 2)).softmax(dim=-1) @ v
+    assert expert.flops(T) * T == counter.get_total_flops()
+
+
+def test_an_expert_without_a_paper_cost_asks_for_one():
+    @register_expert("test_uncosted")
+    class Uncosted(FullAttention):
+        paper_cost = None
+
+    config = make_config(experts=("full", "test_uncosted"))
+    with pytest.raises(ConfigError, match="the paper gives no cost for expert 'test_uncosted'"):
+        expert_costs(config, build_experts(config, 0))
+
+
+def test_a_layer_expert_outside_the_given_costs_asks_for_one():
+    config = make_config(
+        experts=("full", "linear"),
+        expert_costs=(1.0, 0.2),
+        num_hidden_layers=1,
+        layer_experts=[["local"]],
+    )
+    with pytest.raises(ConfigError, match="expert_costs gives no cost for expert 'local'"):
+        expert_costs(config, build_experts(config, 0))
+
+
+def test_a_name_is_not_taken_twice():
+    class FullAttention(Expert):
+        """Of the same name as ours, in another module."""
+
+    with pytest.raises(ConfigError, match=r"'full' is taken by meta_attention.experts.full.Full"):
+        register_expert("full")(FullAttention)
+    assert build_experts(make_config(), 0)["full"].paper_cost == 1.0
+
+
+def test_a_class_defined_anew_replaces_itself():
+    def define():
+        @register_expert("test_notebook")
+        class Notebook(FullAttention):
+            pass
+
+        return Notebook
+
+    define()
+    latest = define()
+    assert type(build_experts(make_config(experts=["test_notebook"]), 0)["test_notebook"]) is latest

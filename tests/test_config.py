@@ -1,0 +1,93 @@
+"""The configuration: every bad value gets one clear sentence, every good one a round trip."""
+
+import json
+
+import pytest
+
+from meta_attention import MetaAttentionConfig
+from meta_attention.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 3}, "hidden_size must be a multiple .* 100"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 5}, "got 12 and 5"),
+        ({"window_size": 0}, "window_size must be a whole number >= 1, got 0"),
+        ({"window_size": 2.5}, "window_size must be a whole number >= 1, got 2.5"),
+        ({"hidden_size": -1}, "hidden_size must be a whole number"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
+        ({"experts": ()}, "experts must name at least one expert, got none"),
+        ({"experts": "full"}, "experts must be a list of expert names, got 'full'"),
+        ({"experts": ("full", "full")}, "name each expert once"),
+        ({"num_hidden_layers": 2, "layer_experts": [["full"]]}, "all 2 layers, got 1 entries"),
+        ({"num_hidden_layers": 1, "layer_experts": [[]]}, r"layer_experts\[0\] must name at"),
+        ({"expert_costs": (1.0, 0.5)}, "got 2 costs for 3 experts"),
+        ({"expert_costs": (1.0, 0.5, 0.0)}, r"expert_costs\[2\] must be in \(0, 1\], got 0.0"),
+        ({"expert_costs": (1.0, 1.5, 0.1)}, r"expert_costs\[1\] must be in \(0, 1\], got 1.5"),
+        ({"expert_costs": "guess"}, "'paper', 'flops' or one number per expert, got 'guess'"),
+        ({"prior_floor": 0.0}, "prior_floor must be finite and > 0, got 0.0"),
+        ({"prior_strength": -0.1}, "prior_strength must be finite and >= 0, got -0.1"),
+        ({"kl_weight": -1.0}, "kl_weight must be finite and >= 0, got -1.0"),
+        ({"kl_weight": float("nan")}, "kl_weight must be finite and >= 0, got nan"),
+        ({"cost_weight": float("inf")}, "cost_weight must be finite and >= 0, got inf"),
+        ({"window": 4}, "unknown config field 'window'"),
+        ({"expert_cost": "flops"}, "unknown .* 'expert_cost'; did you mean 'expert_costs'"),
+        ({"controller": "softmax"}, "one of bayesian, prior_free, got 'softmax'"),
+        ({"training_weights": "max"}, "one of mean, sample, got 'max'"),
+        ({"impl": "cuda"}, "one of auto, reference, triton, got 'cuda'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    ],
+)
+def test_a_bad_value_gets_one_clear_sentence(kwargs, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        MetaAttentionConfig(**kwargs)
+    assert "\n" not in str(error.value)
+
+
+def test_layer_beyond_the_list_is_refused():
+    config = MetaAttentionConfig(num_hidden_layers=1, layer_experts=[["full"]])
+    with pytest.raises(ConfigError, match="below the 1 entries of layer_experts, got 1"):
+        config.experts_of(1)
+
+
+def test_config_survives_saving_and_loading(tmp_path):
+    config = MetaAttentionConfig(
+        hidden_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        experts=("full", "local"),
+        layer_experts=[["local"], ["full", "local"]],
+        expert_costs=(1.0, 0.2),
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
+        training_weights="sample",
+    )
+    config.save_pretrained(tmp_path)
+    loaded = MetaAttentionConfig.from_pretrained(tmp_path)
+    for name in ("experts", "layer_experts", "expert_costs", "rope_parameters", "head_dim"):
+        assert getattr(loaded, name) == getattr(config, name), name
+    assert loaded.training_weights == "sample"
+    assert loaded.experts_of(0) == ("local",)
+
+
+def test_a_saved_config_may_hold_fields_of_another_version(tmp_path):
+    config = MetaAttentionConfig()
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"from_the_future": 1}))
+    assert MetaAttentionConfig.from_pretrained(tmp_path).hidden_size == config.hidden_size
+
+
+def test_sizes_left_out_follow_from_the_width():
+    config = MetaAttentionConfig(hidden_size=768, num_attention_heads=12)
+    assert config.head_dim == 64
+    assert config.num_key_value_heads == 12
+    assert config.intermediate_size == 2048
+
+
+def test_head_dim_frees_the_width_from_the_heads():
+    config = MetaAttentionConfig(hidden_size=100, num_attention_heads=3, head_dim=32)
+    assert config.head_dim == 32
