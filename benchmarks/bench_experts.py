@@ -84,7 +84,7 @@ def measure(name: str, length: int, backward: bool) -> dict[str, float]:
     run()
     seconds: list[float] = []
     started = time.perf_counter()
-    while len(seconds) < 3 or (time.perf_counter() - started < 2.0 and len(seconds) < 50):
+    while len(seconds) < 2 or (time.perf_counter() - started < 2.0 and len(seconds) < 50):
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)

@@ -24,33 +24,30 @@ MIN_NORMALISER = 1e-30
 def linear_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None
 ) -> Tensor:
-    B, _, H, P = query.shape
+    B, T, _, P = query.shape
     K = key.shape[2]
     compute = torch.promote_types(query.dtype, torch.float32)
+    is_token = torch.ones(B, T, dtype=torch.bool, device=query.device)
     if mask is not None:
-        mask = mask.bool()
+        is_token = mask = mask.bool()
+    queries, keys, values, tokens = (x.split(SEGMENT, dim=1) for x in (query, key, value, is_token))
 
+    rows = []
     with torch.autocast(query.device.type, enabled=False):
-        queries = [
-            query_features(q.to(compute)).unflatten(2, (K, H // K))  # [B, S, K, G, P]
-            for q in query.split(SEGMENT, dim=1)
-        ]
-        key = drop_padding(feature_map(key.to(compute)), mask)
-        keys = key.split(SEGMENT, dim=1)  # [B, S, K, P] each
-        value = F.pad(value.to(compute), (0, 1), value=1.0)
-        values = value.split(SEGMENT, dim=1)  # [B, S, K, R] each
-
-        rows = []
+        state = torch.zeros(B, K, P, P + 1, dtype=compute, device=query.device)
         if causal:
-            state = value.new_zeros(B, K, P, P + 1)
-            for q, k, v in zip(queries, keys, values, strict=True):
+            for q, k, v, m in zip(queries, keys, values, tokens, strict=True):
+                q, (k, v) = _query_features(q.to(compute), K), _key_features(k, v, m, compute)
                 sums, state = _causal_sums(q, k, v, state)
-                rows.append(_normalise(sums))
+                rows.append(_normalise(sums).to(query.dtype))
         else:
-            state = torch.einsum("btkp,btkr->bkpr", key, value)
+            for k, v, m in zip(keys, values, tokens, strict=True):
+                k, v = _key_features(k, v, m, compute)
+                state = state + torch.einsum("btkp,btkr->bkpr", k, v)
             for q in queries:
-                rows.append(_normalise(torch.einsum("btkgp,bkpr->btkgr", q, state)))
-    return drop_padding(torch.cat(rows, dim=1).to(query.dtype), mask)
+                sums = torch.einsum("btkgp,bkpr->btkgr", _query_features(q.to(compute), K), state)
+                rows.append(_normalise(sums).to(query.dtype))
+    return drop_padding(torch.cat(rows, dim=1), mask)
 
 
 def feature_map(x: Tensor) -> Tensor:
@@ -58,13 +55,23 @@ def feature_map(x: Tensor) -> Tensor:
     return torch.where(x > 0, x + 1.0, x.clamp(max=0.0).exp())
 
 
-def query_features(x: Tensor) -> Tensor:
-    """``feature_map`` up to a factor per row, which the normaliser cancels.
+def _query_features(q: Tensor, K: int) -> Tensor:
+    """``feature_map`` [B, S, K, G, P] up to a factor per row, which the normaliser cancels.
 
     Rows all below 0 are shifted up, so that their features do not underflow.
     """
-    shift = x.amax(dim=-1, keepdim=True).clamp(max=0.0).detach()
-    return feature_map(x - shift)
+    shift = q.amax(dim=-1, keepdim=True).clamp(max=0.0).detach()
+    return feature_map(q - shift).unflatten(2, (K, -1))
+
+
+def _key_features(
+    k: Tensor, v: Tensor, is_token: Tensor, compute: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Features [B, S, K, P], zero for padding, and values with their column of ones."""
+    return (
+        drop_padding(feature_map(k.to(compute)), is_token),
+        F.pad(v.to(compute), (0, 1), value=1.0),
+    )
 
 
 def _causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
