@@ -15,7 +15,8 @@ STAGES = [
     {"experts", "controller"},
     {"routing"},
     {"layers", "objective"},
-    {"evaluation", "testing"},
+    {"models", "testing"},
+    {"training", "evaluation"},
     {"cli"},
 ]
 ORDER = {name: stage for stage, names in enumerate(STAGES) for name in names}

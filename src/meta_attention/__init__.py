@@ -1,9 +1,12 @@
 """Attention that picks its algorithm per token.
 
-Names load on first use, so that ``meta-attention --help`` does not wait for torch.
+Importing this makes the model known to Transformers' Auto classes. The command line, whose help
+should not wait for torch, does so only when a command runs.
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +18,12 @@ if TYPE_CHECKING:
         compute_aware_prior,
     )
     from meta_attention.experts import Expert, Heads, known_experts, register_expert
-    from meta_attention.layers import BayesianMetaAttentionLayer, MetaTransformerBlock
+    from meta_attention.layers import (
+        BayesianMetaAttentionLayer,
+        MetaAttentionCache,
+        MetaTransformerBlock,
+    )
+    from meta_attention.models import MetaAttentionForCausalLM, MetaAttentionModel
     from meta_attention.objective import mean_over_tokens, routing_loss
 
 __version__ = "0.1.0"
@@ -31,7 +39,10 @@ _HOME = {
     "known_experts": "experts",
     "register_expert": "experts",
     "BayesianMetaAttentionLayer": "layers",
+    "MetaAttentionCache": "layers",
     "MetaTransformerBlock": "layers",
+    "MetaAttentionForCausalLM": "models",
+    "MetaAttentionModel": "models",
     "mean_over_tokens": "objective",
     "routing_loss": "objective",
 }
@@ -41,7 +52,10 @@ __all__ = [
     "BayesianMetaController",
     "Expert",
     "Heads",
+    "MetaAttentionCache",
     "MetaAttentionConfig",
+    "MetaAttentionForCausalLM",
+    "MetaAttentionModel",
     "MetaTransformerBlock",
     "PriorFreeController",
     "RoutingPosterior",
@@ -51,6 +65,10 @@ __all__ = [
     "register_expert",
     "routing_loss",
 ]
+
+
+if Path((sys.argv or [""])[0]).stem != "meta-attention":
+    import_module(f"{__name__}.models")
 
 
 def __getattr__(name: str) -> object:

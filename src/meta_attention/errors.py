@@ -15,3 +15,11 @@ class ShapeError(MetaAttentionError, ValueError):
 
 class BackendUnavailableError(MetaAttentionError, RuntimeError):
     """A requested implementation that cannot run here."""
+
+
+class DataError(MetaAttentionError, ValueError):
+    """A corpus that is missing, unreadable or too small."""
+
+
+class CacheError(MetaAttentionError, RuntimeError):
+    """Something asked of a cache that what it holds cannot do."""

@@ -20,9 +20,15 @@ from meta_attention.testing import (
     naive_local_attention,
 )
 
+
+def linear_rows(*heads, **kwargs):
+    rows, _ = linear_attention(*heads, **kwargs)
+    return rows
+
+
 OPS: dict[str, Any] = {
     "full": (full_attention, naive_full_attention),
-    "linear": (linear_attention, naive_linear_attention),
+    "linear": (linear_rows, naive_linear_attention),
     "local": (local_attention, naive_local_attention),
 }
 
@@ -119,11 +125,67 @@ def test_long_sequences_are_the_same_across_segments(op, causal, monkeypatch):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("T", [1, 2, 63, 130])
+@pytest.mark.parametrize("past", [1, 64, 200])
+@pytest.mark.parametrize("padding", ["none", "left", "all"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_last_queries_alone_give_the_last_rows(op, padding, past, T):
+    """What decoding and prompts in chunks rely on."""
+    tested, _ = pair(op, window=70)
+    query, key, value = make_heads(2, past + T, 4, 2, 8)
+    mask = make_mask(padding, 2, past + T)
+    whole = tested(query, key, value, causal=True, mask=mask)
+    if op == "linear":
+        first, last = (None, None) if mask is None else (mask[:, :past], mask[:, past:])
+        heads = [x[:, :past] for x in (query, key, value)]
+        _, state = linear_attention(*heads, causal=True, mask=first)
+        heads = [x[:, past:] for x in (query, key, value)]
+        rows, _ = linear_attention(*heads, causal=True, mask=last, initial_state=state)
+    else:
+        rows = tested(query[:, past:], key, value, causal=True, mask=mask)
+    torch.testing.assert_close(rows, whole[:, past:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("op", OPS)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    padding=st.integers(0, 70),
+    segment=st.sampled_from([64, 4096]),
+)
+def test_packed_documents_do_not_see_each_other(op, lengths, padding, segment):
+    tested, definition = pair(op, window=33)
+    documents = [torch.full((n,), i + 1) for i, n in enumerate(lengths)]
+    mask = torch.cat([torch.zeros(padding, dtype=torch.long), *documents])[None]
+    heads = make_heads(1, mask.shape[1], 4, 2, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        if op != "full":
+            patch.setattr(f"meta_attention.ops.{op}_attention.reference.SEGMENT", segment)
+        actual = run(tested, heads, causal=True, mask=mask)
+    expected = run(definition, heads, causal=True, mask=mask)
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-9)
+    # and each document alone gives the same rows
+    alone = [
+        tested(*(x[:, mask[0] == i + 1] for x in heads), causal=True) for i in range(len(lengths))
+    ]
+    torch.testing.assert_close(
+        actual["rows"][:, padding:], torch.cat(alone, 1), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_linear_attention_says_where_its_past_belongs():
+    query, key, value = make_heads(1, 6, 2, 2, 4)
+    with pytest.raises(ShapeError, match="the tokens before them are in initial_state"):
+        linear_attention(query[:, 4:], key, value, causal=True)
+    with pytest.raises(ConfigError, match="only when causal"):
+        linear_attention(query, key, value, causal=False, mask=torch.ones(1, 6, dtype=torch.long))
+
+
 @pytest.mark.parametrize("shift", [30.0, 60.0, 200.0])
 def test_linear_attention_survives_features_that_underflow(shift):
     heads = [x.requires_grad_() for x in make_heads(1, 70, 2, 2, 4, torch.float32)]
     query, key, value = heads
-    rows = linear_attention(query - shift, key - shift, value, causal=True)
+    rows = linear_rows(query - shift, key - shift, value, causal=True)
     assert rows.isfinite().all()
     assert all(g.isfinite().all() for g in torch.autograd.grad(rows.sum(), heads))
 
@@ -131,7 +193,7 @@ def test_linear_attention_survives_features_that_underflow(shift):
 def test_linear_attention_is_exact_for_queries_far_below_zero():
     query, key, value = make_heads(1, 70, 2, 2, 4, torch.float32)
     # exp(-100) is 0 in float32, but below 0 a common shift of a query's features cancels
-    rows = linear_attention(query - 100.0, key, value, causal=True)
+    rows = linear_rows(query - 100.0, key, value, causal=True)
     shifted = query.double() - query.double().amax(dim=-1, keepdim=True)
     exact = naive_linear_attention(shifted, key.double(), value.double(), causal=True)
     torch.testing.assert_close(rows.double(), exact, rtol=1e-4, atol=1e-4)
@@ -141,7 +203,7 @@ def test_linear_attention_sums_past_the_range_of_float16():
     # 4096 keys of 64 features near 30 sum to far more than 65504
     query = key = torch.full((1, 4096, 1, 64), 30.0, dtype=torch.float16)
     value = torch.ones_like(query)
-    rows = linear_attention(query, key, value, causal=True)
+    rows = linear_rows(query, key, value, causal=True)
     torch.testing.assert_close(rows, value)
 
 
@@ -186,7 +248,8 @@ def test_unknown_implementation_lists_the_known(op):
     ("change", "message"),
     [
         ({"query": (2, 5, 8)}, r"query must be \[B, T, H, P\], got \[2, 5, 8\]"),
-        ({"key": (2, 6, 2, 8)}, r"key must be .* \[2, 5, K, 8\] .* got \[2, 6, 2, 8\]"),
+        ({"key": (2, 4, 2, 8)}, r"key must be .* S >= 5, K, 8\] .* got \[2, 4, 2, 8\]"),
+        ({"key": (3, 5, 2, 8)}, r"key must be .* got \[3, 5, 2, 8\]"),
         ({"value": (2, 5, 2, 4)}, r"value must be .* got \[2, 5, 2, 4\]"),
         ({"value": (2, 5, 4, 8)}, r"one shape, got \[2, 5, 2, 8\] and \[2, 5, 4, 8\]"),
         ({"query": (2, 5, 3, 8)}, r"multiple of key-value heads, got query \[2, 5, 3, 8\]"),

@@ -32,7 +32,7 @@ class KeepFloat32(nn.Module):
         return super()._apply(move, recurse)
 
 
-class _Controller(KeepFloat32):
+class Controller(KeepFloat32):
     """Costs and prior: all that the later stages read of a controller beside its answer."""
 
     costs: Tensor  # [E]
@@ -41,16 +41,25 @@ class _Controller(KeepFloat32):
     def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
         super().__init__()
         self.max_positions = config.max_position_embeddings
-        prior = compute_aware_prior(costs, strength=config.prior_strength, floor=config.prior_floor)
+        self._costs = [float(cost) for cost in costs]
+        self._prior = {"strength": config.prior_strength, "floor": config.prior_floor}
         # not saved: both follow from the config
-        self.register_buffer("costs", torch.tensor(list(costs)), persistent=False)
+        prior = compute_aware_prior(self._costs, **self._prior)
+        self.register_buffer(
+            "costs", torch.tensor(self._costs, dtype=torch.float32), persistent=False
+        )
         self.register_buffer("prior_concentration", prior, persistent=False)
+
+    def reset_buffers(self) -> None:
+        """Fill the buffers anew, after the module was built without memory of its own."""
+        self.costs.copy_(torch.tensor(self._costs))
+        self.prior_concentration.copy_(compute_aware_prior(self._costs, **self._prior))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Posterior:
         raise NotImplementedError
 
 
-class _MLPController(_Controller):
+class MLPController(Controller):
     """Features and a 2-layer MLP with GELU; subclasses read its logits as a posterior."""
 
     def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
@@ -68,7 +77,7 @@ class _MLPController(_Controller):
             return self.mlp(token_features(x, position_ids, max_positions=self.max_positions))
 
 
-class BayesianMetaController(_MLPController):
+class BayesianMetaController(MLPController):
     """Dirichlet posterior under a compute-aware prior: concentration = prior + evidence.
 
     Args:
@@ -81,7 +90,7 @@ class BayesianMetaController(_MLPController):
         return RoutingPosterior(self.prior_concentration + evidence)
 
 
-class PriorFreeController(_MLPController):
+class PriorFreeController(MLPController):
     """The ablation: the same features and MLP, softmax weights, no prior.
 
     What makes it economical, if anything, is ``cost_weight`` in the objective.
@@ -95,14 +104,14 @@ class PriorFreeController(_MLPController):
         return PointPosterior(self.logits(x, position_ids).softmax(dim=-1))
 
 
-class StaticController(_Controller):
+class StaticController(Controller):
     """A layer of one expert has nothing to choose: every token gets it, and nothing is learnt."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> RoutingPosterior:
         return RoutingPosterior(self.prior_concentration.expand(*x.shape[:2], -1))
 
 
-def build_controller(config: MetaAttentionConfig, costs: Sequence[float]) -> _Controller:
+def build_controller(config: MetaAttentionConfig, costs: Sequence[float]) -> Controller:
     """The controller the config names, or a static one where there is nothing to choose."""
     if len(costs) == 1:
         return StaticController(config, costs)

@@ -3,6 +3,7 @@
 from meta_attention.experts.base import (
     Expert,
     Heads,
+    RecurrentExpert,
     build_experts,
     expert_costs,
     known_experts,
@@ -20,6 +21,7 @@ __all__ = [
     "Heads",
     "LinearAttention",
     "LocalAttention",
+    "RecurrentExpert",
     "build_experts",
     "expert_costs",
     "known_experts",

@@ -1,7 +1,10 @@
 """What an attention expert is, and the names by which a config asks for one.
 
-An expert turns heads into rows: queries, keys and values of all tokens in, one row per token and
-head out. Projections, rotary positions, routing and merging belong to the layer.
+An expert turns heads into rows: queries, keys and values in, one row per query and head out.
+Projections, rotary positions, routing, caching and merging belong to the layer.
+
+There are two kinds. An :class:`Expert` looks at the keys and values of all tokens so far; a
+:class:`RecurrentExpert` carries a state in their place.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +21,9 @@ from meta_attention.errors import ConfigError
 class Heads:
     """Projected tokens, as every expert receives them."""
 
-    query: Tensor  # [B, T, H, P]
-    key: Tensor  # [B, T, K, P], K key-value heads
-    value: Tensor  # [B, T, K, P]
+    query: Tensor  # [B, T, H, P], the last T of S positions
+    key: Tensor  # [B, S, K, P], K key-value heads
+    value: Tensor  # [B, S, K, P]
 
 
 class Expert(nn.Module):
@@ -36,6 +39,9 @@ class Expert(nn.Module):
     paper_cost: ClassVar[float | None] = None
     """Cost under ``expert_costs="paper"``, for the experts the paper gives one."""
 
+    keeps_documents_apart: ClassVar[bool] = False
+    """Whether it accepts masks that number the documents packed into a row."""
+
     def __init__(self, config: MetaAttentionConfig) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
@@ -44,13 +50,19 @@ class Expert(nn.Module):
         self.causal = config.causal
         self.impl = config.impl
 
+    @property
+    def reach(self) -> int | None:
+        """How many tokens before its own a row depends on; None: all of them."""
+        return None
+
     def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
         """Rows ``[B, T, H, P]``, zero for padding.
 
         Args:
-            heads: Queries, keys and values of all tokens.
+            heads: Queries of T tokens; keys and values of these and of all before them.
             x: Layer input ``[B, T, D]``, for what depends on more than the heads.
-            mask: ``[B, T]`` boolean, False for padding; None if there is none.
+            mask: ``[B, S]`` boolean, False for padding, or None; document numbers, 0 for padding,
+                where ``keeps_documents_apart``.
         """
         raise NotImplementedError
 
@@ -73,6 +85,23 @@ class Expert(nn.Module):
     def attention_flops(self, keys: float) -> float:
         """Operations of one token's softmax attention over ``keys`` keys: scores and values."""
         return 4.0 * self.num_heads * self.head_dim * keys
+
+
+class RecurrentExpert(Expert):
+    """An expert that needs of the past only a state, updated by every token."""
+
+    def forward(  # type: ignore[override]  # a state in, a state out
+        self, heads: Heads, x: Tensor, mask: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Rows ``[B, T, H, P]``, zero for padding, and the state after the last token.
+
+        Args:
+            heads: Queries, keys and values of T tokens (S = T).
+            x: Layer input ``[B, T, D]``.
+            mask: As for :class:`Expert`, of these T tokens.
+            state: What an earlier call returned ``[B, ...]``; None at the start.
+        """
+        raise NotImplementedError
 
 
 def visible_keys(length: int, window: int, *, causal: bool) -> float:

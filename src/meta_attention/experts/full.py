@@ -11,6 +11,7 @@ class FullAttention(Expert):
     """Every token sees all tokens (causal: all before it). The paper's E1."""
 
     paper_cost = 1.0
+    keeps_documents_apart = True
 
     def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
         return full_attention(

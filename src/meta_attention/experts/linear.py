@@ -2,21 +2,30 @@
 
 from torch import Tensor
 
-from meta_attention.experts.base import Expert, Heads, register_expert
+from meta_attention.experts.base import Heads, RecurrentExpert, register_expert
 from meta_attention.ops.linear_attention import linear_attention
 
 
 @register_expert("linear")
-class LinearAttention(Expert):
+class LinearAttention(RecurrentExpert):
     """Every token reads one state that sums all tokens (causal: all before it). The paper's E2."""
 
     # rotated features would not stay positive, and the normaliser could vanish
     uses_rope = False
     paper_cost = 0.15
+    keeps_documents_apart = True
 
-    def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(  # type: ignore[override]  # as RecurrentExpert
+        self, heads: Heads, x: Tensor, mask: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         return linear_attention(
-            heads.query, heads.key, heads.value, causal=self.causal, mask=mask, impl=self.impl
+            heads.query,
+            heads.key,
+            heads.value,
+            causal=self.causal,
+            mask=mask,
+            initial_state=state,
+            impl=self.impl,
         )
 
     def flops(self, length: int) -> float:

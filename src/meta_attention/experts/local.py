@@ -12,10 +12,15 @@ class LocalAttention(Expert):
     """Every token sees its neighbours within the window. The paper's E3."""
 
     paper_cost = 0.30
+    keeps_documents_apart = True
 
     def __init__(self, config: MetaAttentionConfig) -> None:
         super().__init__(config)
         self.window = config.window_size
+
+    @property
+    def reach(self) -> int:
+        return self.window
 
     def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
         return local_attention(

@@ -2,5 +2,11 @@
 
 from meta_attention.layers.attention import BayesianMetaAttentionLayer, LayerOutput
 from meta_attention.layers.block import MetaTransformerBlock
+from meta_attention.layers.cache import MetaAttentionCache
 
-__all__ = ["BayesianMetaAttentionLayer", "LayerOutput", "MetaTransformerBlock"]
+__all__ = [
+    "BayesianMetaAttentionLayer",
+    "LayerOutput",
+    "MetaAttentionCache",
+    "MetaTransformerBlock",
+]

@@ -4,17 +4,33 @@ Shapes: B batch, T sequence, D width, H heads, P head width, E experts.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import Posterior, build_controller
-from meta_attention.errors import ShapeError
-from meta_attention.experts import build_experts, expert_costs
-from meta_attention.layers.projections import Projections, RotaryPositions, positions_of
+from meta_attention.errors import ConfigError, ShapeError
+from meta_attention.experts import Heads, RecurrentExpert, build_experts, expert_costs
+from meta_attention.layers.cache import MetaAttentionCache, RoutedCacheLayer
+from meta_attention.layers.projections import (
+    MetaAttentionRotaryEmbedding,
+    Projections,
+    positions_of,
+)
 from meta_attention.ops.heads import check_mask
 from meta_attention.ops.route_merge import route_merge
 from meta_attention.routing import Routes, choose_routes
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, P] each
+
+
+class HeadsKind(NamedTuple):
+    """Which of a layer's queries, keys and values an expert sees."""
+
+    projections: int
+    rotated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +63,39 @@ class BayesianMetaAttentionLayer(nn.Module):
         # one set for all experts, or one each
         num_projections = 1 if config.shared_projections else len(experts)
         self.projections = nn.ModuleList(Projections(config) for _ in range(num_projections))
-        self.rotary = RotaryPositions(config) if config.use_rope else None
+        self.rotary = MetaAttentionRotaryEmbedding(config) if config.use_rope else None
 
     def forward(
         self,
         x: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        past_key_values: MetaAttentionCache | None = None,
+        rotation: Rotation | None = None,
     ) -> LayerOutput:
         """Route and attend.
 
         Args:
             x: Hidden states ``[B, T, D]``, already normalised by the block.
-            attention_mask: ``[B, T]``, 1 for tokens and 0 for padding on either side.
+            attention_mask: 1 for tokens and 0 for padding on either side, ``[B, T]``; with a
+                cache ``[B, S]``, the S - T tokens before these included.
             position_ids: Absolute positions ``[B, T]``; default: counted from each row's first
-                token.
+                token, and from the first of each document.
+            document_ids: ``[B, T]``, from 1 and rising along a row: tokens of different documents
+                packed into one row do not see each other. Default: one document.
+            past_key_values: What earlier calls left; these tokens are added to it.
+            rotation: Rotary cosines and sines of ``position_ids``, where a model shares them
+                among its layers.
         """
-        mask, position_ids = self._check_inputs(x, attention_mask, position_ids)
-        if mask is not None:
+        memory = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        mask, position_ids = self._check_inputs(
+            x, attention_mask, position_ids, document_ids, memory
+        )
+        is_padding = None if mask is None else mask[:, -x.shape[1] :] == 0  # [B, T]
+        if is_padding is not None:
             # padding may hold anything, also what 0 * x would not remove
-            x = x.masked_fill(~mask.unsqueeze(-1), 0.0)
+            x = x.masked_fill(is_padding.unsqueeze(-1), 0.0)
 
         # tokens -> posterior -> routes
         posterior = self.controller(x, position_ids)
@@ -74,62 +103,147 @@ class BayesianMetaAttentionLayer(nn.Module):
         routes = choose_routes(posterior, sample=sample)
 
         # routes -> experts -> merge
-        output = self._attend(x, mask, position_ids, routes)
+        heads = self._project(x, position_ids, rotation)
+        rows = self._attend(heads, x, mask, memory)
+        output = self._merge(rows, routes)
 
         # what the objective needs
         kl = posterior.kl_to(self.controller.prior_concentration)
         cost = (routes.weights * self.controller.costs).sum(dim=-1)
-        if mask is not None:
-            output = output.masked_fill(~mask.unsqueeze(-1), 0.0)
-            kl, cost = kl.masked_fill(~mask, 0.0), cost.masked_fill(~mask, 0.0)
+        if is_padding is not None:
+            output = output.masked_fill(is_padding.unsqueeze(-1), 0.0)
+            kl, cost = kl.masked_fill(is_padding, 0.0), cost.masked_fill(is_padding, 0.0)
         return LayerOutput(output, kl, cost, posterior, routes)
 
-    def _attend(
-        self, x: Tensor, mask: Tensor | None, position_ids: Tensor, routes: Routes
-    ) -> Tensor:
+    def _project(
+        self, x: Tensor, position_ids: Tensor, rotation: Rotation | None
+    ) -> dict[HeadsKind, Heads]:
+        """Queries, keys and values by projection set, plain and rotated."""
         projections: list[Projections] = list(self.projections)  # type: ignore[arg-type]
-        plain = [p.heads(x) for p in projections]
-        rotated = plain
+        heads = {HeadsKind(index, False): p.heads(x) for index, p in enumerate(projections)}
         if self.rotary is not None:
-            cos, sin = self.rotary(x, position_ids)  # [B, T, P]
-            rotated = [self.rotary.rotate(heads, cos, sin) for heads in plain]
+            cos, sin = rotation if rotation is not None else self.rotary(x, position_ids)
+            for kind, plain in list(heads.items()):
+                heads[kind._replace(rotated=True)] = self.rotary.rotate(plain, cos, sin)
+        return heads
+
+    def _attend(
+        self,
+        heads: dict[HeadsKind, Heads],
+        x: Tensor,
+        mask: Tensor | None,
+        memory: RoutedCacheLayer | None,
+    ) -> list[Tensor]:
+        """Rows [B, T, H * P] of every expert."""
+        new_mask = None if mask is None else mask[:, -x.shape[1] :]
+        with_past, past_mask = heads, mask
+        if memory is not None:
+            with_past = self._remember(heads, memory)
+            kept = next(iter(with_past.values())).key.shape[1] if with_past else 0
+            # a window may have dropped the oldest keys
+            past_mask = None if mask is None else mask[:, mask.shape[1] - kept :]
 
         rows = []
-        for index, expert in enumerate(self.experts):
-            own = 0 if self.config.shared_projections else index
-            heads = rotated[own] if expert.uses_rope else plain[own]
-            rows.append(expert(heads, x, mask).flatten(2))  # [B, T, H * P]
+        for index, (name, expert) in enumerate(zip(self.expert_names, self.experts, strict=True)):
+            kind = self._kind_of(index)
+            if isinstance(expert, RecurrentExpert):
+                state = None if memory is None else memory.states.get(name)
+                row, state = expert(heads[kind], x, new_mask, state)
+                if memory is not None:
+                    memory.states[name] = state
+            else:
+                row = expert(with_past[kind], x, past_mask)
+            rows.append(row.flatten(2))
+        if memory is not None:
+            memory.advance(x.shape[1])
+        return rows
 
+    def _remember(
+        self, heads: dict[HeadsKind, Heads], memory: RoutedCacheLayer
+    ) -> dict[HeadsKind, Heads]:
+        """Add keys and values to the cache; heads that see all of it, for experts that look."""
+        kinds = list(
+            dict.fromkeys(
+                self._kind_of(index)
+                for index, expert in enumerate(self.experts)
+                if not isinstance(expert, RecurrentExpert)
+            )
+        )
+        if not kinds:
+            return {}
+        # the cache keeps [B, heads, S, P]: the heads of all kinds side by side
+        keys, values = memory.update(
+            torch.cat([heads[kind].key for kind in kinds], dim=2).transpose(1, 2),
+            torch.cat([heads[kind].value for kind in kinds], dim=2).transpose(1, 2),
+        )
+        per_kind = zip(
+            kinds,
+            keys.transpose(1, 2).chunk(len(kinds), dim=2),
+            values.transpose(1, 2).chunk(len(kinds), dim=2),
+            strict=True,
+        )
+        return {kind: Heads(heads[kind].query, key, value) for kind, key, value in per_kind}
+
+    def _kind_of(self, index: int) -> HeadsKind:
+        """Which heads an expert sees."""
+        own = 0 if self.config.shared_projections else index
+        return HeadsKind(own, self.rotary is not None and bool(self.experts[index].uses_rope))
+
+    def _merge(self, rows: list[Tensor], routes: Routes) -> Tensor:
+        """Weighted sum [B, T, D]: before the output projection if it is shared, after otherwise."""
         impl = self.config.impl
+        projections: list[Projections] = list(self.projections)  # type: ignore[arg-type]
         if self.config.shared_projections:
             return projections[0].output(route_merge(routes.weights, rows, impl=impl))
         outputs = [p.output(row) for p, row in zip(projections, rows, strict=True)]
         return route_merge(routes.weights, outputs, impl=impl)
 
     def _check_inputs(
-        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        memory: RoutedCacheLayer | None,
     ) -> tuple[Tensor | None, Tensor]:
+        """Mask [B, S], boolean or of document numbers, and positions [B, T]."""
         width, longest = self.config.hidden_size, self.config.max_position_embeddings
         if x.dim() != 3 or x.shape[-1] != width or 0 in x.shape:
             raise ShapeError(
                 f"x must be [B, T, D] with B and T above 0 and D = {width}, got {list(x.shape)}"
             )
         B, T, _ = x.shape
-        if x.shape[1] > longest:
+        past = 0 if memory is None else memory.get_seq_length()
+        if past + T > longest:
             raise ShapeError(
-                f"the sequence must fit max_position_embeddings = {longest}, got {T} tokens; "
-                "shorten it or build the model with a larger value"
+                f"the sequence must fit max_position_embeddings = {longest}, got {past + T} "
+                "tokens; shorten it or build the model with a larger value"
             )
-        check_mask(attention_mask, B, T)
+        if memory is not None and not self.config.causal:
+            raise ConfigError("a cache needs causal=True: earlier tokens would see later ones")
+        check_mask(attention_mask, B, past + T)
         mask = None if attention_mask is None else attention_mask.bool()
+        if document_ids is not None:
+            check_mask(document_ids, B, T)
+            self._check_documents(memory)
+            mask = document_ids if mask is None else document_ids.masked_fill(~mask, 0)
         if position_ids is None:
-            return mask, positions_of(x, mask)
+            return mask, positions_of(mask, B, T, past, x.device)
         if position_ids.shape not in ((B, T), (1, T)):
             raise ShapeError(
                 f"position_ids must be [B, T] = [{B}, {T}] to match x {list(x.shape)}, "
                 f"got {list(position_ids.shape)}"
             )
         return mask, position_ids.expand(B, T)
+
+    def _check_documents(self, memory: RoutedCacheLayer | None) -> None:
+        if memory is not None:
+            raise ConfigError("a cache holds one document per row; leave document_ids out")
+        for name, expert in zip(self.expert_names, self.experts, strict=True):
+            if not expert.keeps_documents_apart:
+                raise ConfigError(
+                    f"expert {name!r} does not keep documents apart; leave document_ids out"
+                )
 
     def extra_repr(self) -> str:
         return f"experts={', '.join(self.expert_names)}"

@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meta_attention.config import MetaAttentionConfig
-from meta_attention.layers.attention import BayesianMetaAttentionLayer, LayerOutput
+from meta_attention.layers.attention import BayesianMetaAttentionLayer, LayerOutput, Rotation
+from meta_attention.layers.cache import MetaAttentionCache
 
 
-class MetaTransformerBlock(nn.Module):
+class MetaTransformerBlock(GradientCheckpointingLayer):
     """RMSNorm, routed attention, RMSNorm, SwiGLU feed-forward, each half with its residual.
 
     Args:
@@ -29,9 +31,19 @@ class MetaTransformerBlock(nn.Module):
         x: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        past_key_values: MetaAttentionCache | None = None,
+        rotation: Rotation | None = None,
     ) -> LayerOutput:
         """As the attention layer, with the block's hidden states ``[B, T, D]`` as ``output``."""
-        attended = self.attention(self.attention_norm(x), attention_mask, position_ids)
+        attended = self.attention(
+            self.attention_norm(x),
+            attention_mask,
+            position_ids,
+            document_ids,
+            past_key_values,
+            rotation,
+        )
         x = x + attended.output
         x = x + self.mlp(self.mlp_norm(x))
         return replace(attended, output=x)

@@ -37,7 +37,7 @@ class Projections(nn.Module):
         return self.o_proj(rows)
 
 
-class RotaryPositions(KeepFloat32, LlamaRotaryEmbedding):
+class MetaAttentionRotaryEmbedding(KeepFloat32, LlamaRotaryEmbedding):
     """Rotary embedding as in Llama, with every length-independent scaling Transformers knows."""
 
     def __init__(self, config: MetaAttentionConfig) -> None:
@@ -49,8 +49,18 @@ class RotaryPositions(KeepFloat32, LlamaRotaryEmbedding):
         return Heads(query, key, heads.value)
 
 
-def positions_of(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Absolute positions [B, T], counted from each row's first token, so left padding is free."""
+def positions_of(mask: Tensor | None, B: int, T: int, past: int, device: torch.device) -> Tensor:
+    """Absolute positions [B, T] of the last T tokens.
+
+    They count from each row's first token, so left padding is free, and from the first token of
+    each document where the mask numbers them.
+    """
     if mask is None:
-        return torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
-    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+        return torch.arange(past, past + T, device=device).expand(B, -1)
+    count = (mask != 0).long().cumsum(dim=-1)  # tokens so far, this one included
+    if mask.dtype != torch.bool:
+        starts = torch.ones_like(mask, dtype=torch.bool)
+        starts[:, 1:] = (mask[:, 1:] != mask[:, :-1]) & (mask[:, 1:] != 0)
+        # tokens before the document: the count at its start, carried along
+        count = count - torch.where(starts, count - 1, 0).cummax(dim=-1).values
+    return (count - 1).clamp(min=0)[:, past:]

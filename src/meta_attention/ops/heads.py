@@ -1,22 +1,23 @@
 """The contract shared by the attention functions: queries, keys, values and padding."""
 
+import torch
 from torch import Tensor
 
 from meta_attention.errors import ShapeError
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise unless query ``[B, T, H, P]``, key and value ``[B, T, K, P]`` and mask fit together.
+    """Raise unless query ``[B, T, H, P]``, key and value ``[B, S, K, P]`` and mask fit together.
 
-    K, the number of key-value heads, must divide H.
+    The queries belong to the last T of S positions. K, the number of key-value heads, divides H.
     """
     if query.dim() != 4:
         raise ShapeError(f"query must be [B, T, H, P], got {list(query.shape)}")
     B, T, H, P = query.shape
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.dim() != 4 or (*tensor.shape[:2], tensor.shape[3]) != (B, T, P):
+        if tensor.dim() != 4 or (tensor.shape[0], tensor.shape[3]) != (B, P) or tensor.shape[1] < T:
             raise ShapeError(
-                f"{name} must be [B, T, K, P] = [{B}, {T}, K, {P}] to match query "
+                f"{name} must be [B, S, K, P] = [{B}, S >= {T}, K, {P}] to match query "
                 f"{list(query.shape)}, got {list(tensor.shape)}"
             )
     if key.shape != value.shape:
@@ -28,11 +29,11 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
             f"query heads must be a multiple of key-value heads, got query {list(query.shape)} "
             f"and key {list(key.shape)}"
         )
-    check_mask(mask, B, T)
+    check_mask(mask, B, key.shape[1])
 
 
 def check_mask(mask: Tensor | None, batch: int, length: int) -> None:
-    """Raise unless mask is None or ``[B, T]`` of whole numbers or booleans."""
+    """Raise unless mask is None or ``[B, S]`` of whole numbers or booleans."""
     if mask is None:
         return
     if mask.shape != (batch, length):
@@ -47,6 +48,22 @@ def check_mask(mask: Tensor | None, batch: int, length: int) -> None:
         )
 
 
+def sees(query_mask: Tensor, key_mask: Tensor) -> Tensor:
+    """Which tokens may see which by their marks: not padding, and the same document.
+
+    Args:
+        query_mask: ``[..., T]``, boolean or document numbers.
+        key_mask: ``[..., S]``, likewise.
+
+    Returns:
+        ``[..., T, S]``, or ``[..., 1, S]`` where all tokens are of one document.
+    """
+    is_token = (key_mask != 0).unsqueeze(-2)
+    if key_mask.dtype == torch.bool:
+        return is_token
+    return is_token & (query_mask.unsqueeze(-1) == key_mask.unsqueeze(-2))
+
+
 def drop_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the rows ``[B, T, H, P]`` of padding, so that nothing of it reaches a sum."""
-    return rows if mask is None else rows.masked_fill(~mask[:, :, None, None], 0.0)
+    return rows if mask is None else rows.masked_fill((mask == 0)[:, :, None, None], 0.0)

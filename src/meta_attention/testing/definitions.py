@@ -1,6 +1,7 @@
 """Attention as it is written on paper: T x T matrices, one line per formula.
 
-Query [B, T, H, P], key and value [B, T, K, P], mask [B, T] boolean. Rows of padding are zero.
+Query [B, T, H, P], key and value [B, T, K, P], mask [B, T] boolean or document numbers. Rows of
+padding are zero.
 """
 
 import torch
@@ -59,7 +60,11 @@ def _band(T: int, window: int, causal: bool) -> Tensor:
 
 
 def _visible(band: Tensor, mask: Tensor | None) -> Tensor:
-    return band if mask is None else band & mask[:, None, None, :]
+    """The band without padding, and within each document where the mask numbers them."""
+    if mask is None:
+        return band
+    same = mask[:, None, :, None] == mask[:, None, None, :]
+    return band & same & (mask != 0)[:, None, None, :]
 
 
 def _one_per_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,4 +73,4 @@ def _one_per_query_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def _drop_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
-    return rows if mask is None else torch.where(mask[:, :, None, None], rows, 0.0)
+    return rows if mask is None else torch.where((mask != 0)[:, :, None, None], rows, 0.0)

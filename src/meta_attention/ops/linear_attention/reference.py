@@ -22,23 +22,34 @@ MIN_NORMALISER = 1e-30
 
 
 def linear_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None
-) -> Tensor:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     B, T, _, P = query.shape
     K = key.shape[2]
     compute = torch.promote_types(query.dtype, torch.float32)
-    is_token = torch.ones(B, T, dtype=torch.bool, device=query.device)
-    if mask is not None:
-        is_token = mask = mask.bool()
-    queries, keys, values, tokens = (x.split(SEGMENT, dim=1) for x in (query, key, value, is_token))
+    marks = mask
+    if marks is None:
+        marks = torch.ones(B, T, dtype=torch.bool, device=query.device)
+    queries, keys, values, tokens = (x.split(SEGMENT, dim=1) for x in (query, key, value, marks))
 
     rows = []
     with torch.autocast(query.device.type, enabled=False):
-        state = torch.zeros(B, K, P, P + 1, dtype=compute, device=query.device)
+        state = initial_state
+        if state is None:
+            state = torch.zeros(B, K, P, P + 1, dtype=compute, device=query.device)
         if causal:
+            last = marks[:, 0]
             for q, k, v, m in zip(queries, keys, values, tokens, strict=True):
                 q, (k, v) = _query_features(q.to(compute), K), _key_features(k, v, m, compute)
-                sums, state = _causal_sums(q, k, v, state)
+                if m.dtype == torch.bool:
+                    sums, state = _causal_sums(q, k, v, state)
+                else:
+                    sums, state, last = _causal_sums_apart(q, k, v, state, m, last)
                 rows.append(_normalise(sums).to(query.dtype))
         else:
             for k, v, m in zip(keys, values, tokens, strict=True):
@@ -47,7 +58,7 @@ def linear_attention_reference(
             for q in queries:
                 sums = torch.einsum("btkgp,bkpr->btkgr", _query_features(q.to(compute), K), state)
                 rows.append(_normalise(sums).to(query.dtype))
-    return drop_padding(torch.cat(rows, dim=1), mask)
+    return drop_padding(torch.cat(rows, dim=1), mask), state
 
 
 def feature_map(x: Tensor) -> Tensor:
@@ -89,6 +100,41 @@ def _causal_sums(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor
     scores = torch.einsum("bnckgp,bnskp->bnkgcs", q, k).tril()
     sums = sums + torch.einsum("bnkgcs,bnskr->bnckgr", scores, v)
     return sums.flatten(1, 2)[:, :S], after[:, -1]
+
+
+def _causal_sums_apart(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, documents: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_causal_sums`` where rows see their own document only.
+
+    Args:
+        q, k, v, state: As there.
+        documents: Document of each token [B, S], numbers that rise along a row; 0 for padding.
+        last: Document [B] whose sums ``state`` holds.
+    """
+    S = q.shape[1]
+    # padding belongs to the document before it
+    documents = torch.maximum(documents, last.unsqueeze(1)).cummax(dim=1).values
+    filled = F.pad(documents.unsqueeze(1).float(), (0, -S % min(CHUNK, S)), mode="replicate")
+    d = _chunks(filled.squeeze(1).to(documents.dtype))  # [B, N, C]
+    q, k, v = (_chunks(x) for x in (q, k, v))
+
+    # a state holds the document its chunk ends in, summed over the chunks that end in it too
+    ends = d[:, :, -1]  # [B, N]
+    carried = torch.cat([last.unsqueeze(1), ends[:, :-1]], dim=1)
+    is_kept = (d == ends.unsqueeze(-1))[..., None, None]
+    added = torch.einsum("bnckp,bnckr->bnkpr", k * is_kept, v)
+    same = (ends.unsqueeze(2) == ends.unsqueeze(1)).to(k.dtype).tril()  # [B, N, N]
+    goes_on = (ends == last.unsqueeze(1))[..., None, None, None]
+    after = torch.einsum("bnm,bmkpr->bnkpr", same, added) + state.unsqueeze(1) * goes_on
+    before = torch.cat([state.unsqueeze(1), after[:, :-1]], dim=1)
+    reads = (d == carried.unsqueeze(-1))[..., None, None, None]
+    sums = torch.einsum("bnckgp,bnkpr->bnckgr", q * reads, before)
+
+    together = (d.unsqueeze(3) == d.unsqueeze(2))[:, :, None, None]  # [B, N, 1, 1, C, C]
+    scores = torch.einsum("bnckgp,bnskp->bnkgcs", q, k).tril() * together
+    sums = sums + torch.einsum("bnkgcs,bnskr->bnckgr", scores, v)
+    return sums.flatten(1, 2)[:, :S], after[:, -1], ends[:, -1]
 
 
 def _chunks(x: Tensor) -> Tensor:

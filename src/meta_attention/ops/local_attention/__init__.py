@@ -31,11 +31,13 @@ def local_attention(
 
     Args:
         query: ``[B, T, H, P]``.
-        key: ``[B, T, K, P]``; each of the K key-value heads serves H / K query heads.
-        value: ``[B, T, K, P]``.
+        key: ``[B, S, K, P]``; each of the K key-value heads serves H / K query heads. The queries
+            are those of the last T positions.
+        value: ``[B, S, K, P]``.
         window: Positions seen on each allowed side of a token, beside itself.
         causal: Token t sees positions up to t only.
-        mask: ``[B, T]``, 1 for tokens and 0 for padding.
+        mask: ``[B, S]``, 0 for padding. Boolean, or whole numbers: the documents packed into a
+            row, in rising order, which do not see each other.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``.
 
     Returns:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meta_attention.ops.heads import drop_padding
+from meta_attention.ops.heads import drop_padding, sees
 
 MIN_BLOCK = 64
 
@@ -23,48 +23,54 @@ def local_attention_reference(
     query: Tensor, key: Tensor, value: Tensor, window: int, causal: bool, mask: Tensor | None
 ) -> Tensor:
     B, T, _, _ = query.shape
-    # no token is farther away than T - 1
-    before = min(window, T - 1)
+    S = key.shape[1]
+    # no token is farther away than S - 1
+    before = min(window, S - 1)
     after = 0 if causal else before
     block = min(max(MIN_BLOCK, before), T)
     segment = max(SEGMENT // block, 1) * block
 
-    is_token = torch.ones(1, T, dtype=torch.bool, device=query.device)
-    if mask is not None:
-        is_token = mask = mask.bool()
+    marks = mask
+    if marks is None:
+        marks = torch.ones(1, S, dtype=torch.bool, device=query.device)
     rows = [
         _attend(q, k, v, m.expand(B, -1), before, after, block)
         for q, k, v, m in zip(
             query.split(segment, dim=1),
-            _with_context(key, segment, before, after),
-            _with_context(value, segment, before, after),
-            _with_context(is_token, segment, before, after),
+            _with_context(key, T, segment, before, after),
+            _with_context(value, T, segment, before, after),
+            _with_context(marks, T, segment, before, after),
             strict=True,
         )
     ]
-    return drop_padding(torch.cat(rows, dim=1), mask)
+    return drop_padding(torch.cat(rows, dim=1), None if mask is None else mask[:, S - T :])
 
 
-def _with_context(x: Tensor, segment: int, before: int, after: int) -> list[Tensor]:
-    """Segments of [B, T, ...] with what lies before and after each, zeros beyond the ends."""
+def _with_context(x: Tensor, T: int, segment: int, before: int, after: int) -> list[Tensor]:
+    """Segments of the last T of [B, S, ...], with ``before`` and ``after`` neighbours of each.
+
+    Beyond the ends there are zeros.
+    """
+    past = x.shape[1] - T
     # split and concatenate: slices of the whole would each have a gradient of its whole length
-    parts = x.split(segment, dim=1)
-    beyond_start = x.new_zeros(x.shape[0], before, *x.shape[2:])
+    parts = x[:, past:].split(segment, dim=1)
+    context = x[:, max(past - before, 0) : past]
+    beyond_start = x.new_zeros(x.shape[0], before - context.shape[1], *x.shape[2:])
     beyond_end = x.new_zeros(x.shape[0], after, *x.shape[2:])
     joined = []
     for index, part in enumerate(parts):
-        left = parts[index - 1][:, segment - before :] if index else beyond_start
+        left = [parts[index - 1][:, segment - before :]] if index else [beyond_start, context]
         # the last segment may be shorter than what is to follow
         right = [following[:, :after] for following in parts[index + 1 : index + 2]]
         right_end = beyond_end[:, sum(r.shape[1] for r in right) :]
-        joined.append(torch.cat([left, part, *right, right_end], dim=1))
+        joined.append(torch.cat([*left, part, *right, right_end], dim=1))
     return joined
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, is_token: Tensor, before: int, after: int, block: int
+    q: Tensor, k: Tensor, v: Tensor, marks: Tensor, before: int, after: int, block: int
 ) -> Tensor:
-    """One segment: queries [B, n, H, P], keys and values [B, before + n + after, K, P]."""
+    """One segment: queries [B, n, H, P]; keys, values and marks [B, before + n + after, ...]."""
     B, n, H, P = q.shape
     tail = -n % block
     span = before + block + after
@@ -76,8 +82,10 @@ def _attend(
     i = torch.arange(block, device=q.device)[:, None]
     j = torch.arange(span, device=q.device)[None, :] - before  # relative to the block's start
     in_window = (j >= i - before) & (j <= i + after)
+    key_marks = spans(marks)  # [B * N, span]
+    query_marks = key_marks[:, before : before + block]
     # padding sees itself: a row with no key has no softmax
-    visible = (in_window & spans(is_token)[:, None, :]) | (i == j)  # [B * N, block, span]
+    visible = (in_window & sees(query_marks, key_marks)) | (i == j)  # [B * N, block, span]
 
     queries = F.pad(q, (0, 0, 0, 0, 0, tail)).view(-1, block, H, P)  # [B * N, block, H, P]
     rows = F.scaled_dot_product_attention(

@@ -1,0 +1,278 @@
+"""Decoder-only language model of routed blocks, as Transformers expects one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils.generic import ModelOutput
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.controller import RoutingPosterior
+from meta_attention.controller.controllers import Controller
+from meta_attention.errors import ConfigError, ShapeError
+from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
+from meta_attention.layers.projections import MetaAttentionRotaryEmbedding, positions_of
+from meta_attention.objective import mean_over_tokens, routing_loss
+
+
+@dataclass
+class RoutedModelOutput(ModelOutput):
+    """Hidden states with the routing they were produced by."""
+
+    last_hidden_state: Tensor | None = None  # [B, T, D]
+    past_key_values: Cache | None = None
+    kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
+    projected_cost: Tensor | None = None  # [], mean over all layers and tokens
+    routing_weights: tuple[Tensor, ...] | None = None  # one [B, T, E] per layer
+    concentrations: tuple[Tensor | None, ...] | None = None  # likewise; None without a prior
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class RoutedCausalLMOutput(ModelOutput):
+    """Logits with the routing they were produced by, and the loss with its parts."""
+
+    loss: Tensor | None = None  # [], task_loss + kl_weight * kl + cost_weight * projected_cost
+    task_loss: Tensor | None = None  # [], nats per token
+    kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
+    projected_cost: Tensor | None = None  # [], mean over all layers and tokens
+    logits: Tensor | None = None  # [B, T, V]
+    past_key_values: Cache | None = None
+    routing_weights: tuple[Tensor, ...] | None = None  # one [B, T, E] per layer
+    concentrations: tuple[Tensor | None, ...] | None = None  # likewise; None without a prior
+    hidden_states: tuple[Tensor, ...] | None = None
+
+
+class MetaAttentionPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialisation."""
+
+    config_class = MetaAttentionConfig
+    config: MetaAttentionConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["MetaTransformerBlock"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    # evidence below a bfloat16's precision would vanish
+    _keep_in_fp32_modules_strict = ["controller"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Controller):
+            # buffers are not saved; a model loaded from disk starts without them
+            module.reset_buffers()
+        else:
+            super()._init_weights(module)
+
+
+class MetaAttentionModel(MetaAttentionPreTrainedModel):
+    """Embedding, routed blocks, final norm."""
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.layers = nn.ModuleList(
+            MetaTransformerBlock(config, i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = MetaAttentionRotaryEmbedding(config) if config.use_rope else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_routing: bool = False,
+        output_hidden_states: bool | None = None,
+        **kwargs: object,
+    ) -> RoutedModelOutput:
+        """Run the blocks.
+
+        Args:
+            input_ids: Tokens ``[B, T]``.
+            attention_mask: 1 for tokens and 0 for padding, ``[B, T]``, or ``[B, S]`` with the
+                cached tokens included.
+            position_ids: Absolute positions ``[B, T]``; default: counted from each row's first
+                token.
+            past_key_values: What earlier calls left: a :class:`MetaAttentionCache`.
+            inputs_embeds: Embeddings ``[B, T, D]`` in place of ``input_ids``.
+            document_ids: Documents packed into a row ``[B, T]``; see the layer.
+            use_cache: Return a cache. Default: the config's, but never while training or with
+                packed documents.
+            output_routing: Return routing weights and concentrations of every layer.
+            output_hidden_states: Return the hidden states before every block and at the end.
+            kwargs: Ignored; Transformers passes flags of its own.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ShapeError("exactly one of input_ids and inputs_embeds must be given")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T, _ = x.shape
+
+        if use_cache is None:
+            use_cache = self.config.use_cache and self.config.causal and not self.training
+            use_cache = use_cache and document_ids is None
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+            if past_key_values is not None:
+                raise ConfigError("gradient checkpointing would write the cache twice; use one")
+        cache = self._cache_of(past_key_values, use_cache)
+        past = 0 if cache is None else cache.get_seq_length()
+        mask = attention_mask
+        if cache is not None:
+            mask = cache.extend_mask(attention_mask, B, T)
+        if position_ids is None:
+            marks = document_ids
+            if marks is None and mask is not None:
+                marks = mask.bool()
+            position_ids = positions_of(marks, B, T, past, x.device)
+        rotation = None if self.rotary is None else self.rotary(x, position_ids)
+
+        outputs: list[LayerOutput] = []
+        hidden_states = [x]
+        for block in self.layers:
+            # positional, so that the checkpointed gradient flows also in reentrant mode
+            out = block(x, mask, position_ids, document_ids, cache, rotation)
+            x = out.output
+            outputs.append(out)
+            hidden_states.append(x)
+        x = self.norm(x)
+        hidden_states[-1] = x
+
+        new_mask = None if mask is None else mask[:, -T:]
+        return RoutedModelOutput(
+            last_hidden_state=x,
+            past_key_values=cache if use_cache else None,
+            kl=_mean_of([o.kl for o in outputs if o.routes.weights.shape[-1] > 1], new_mask, x),
+            projected_cost=_mean_of([o.projected_cost for o in outputs], new_mask, x),
+            routing_weights=tuple(o.routes.weights for o in outputs) if output_routing else None,
+            concentrations=tuple(map(_concentration, outputs)) if output_routing else None,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
+
+    def _cache_of(self, given: Cache | None, use_cache: bool) -> MetaAttentionCache | None:
+        if isinstance(given, MetaAttentionCache):
+            return given
+        if given is not None and given.get_seq_length() > 0:
+            raise ConfigError(
+                f"past_key_values must be a MetaAttentionCache, got a {type(given).__name__} that "
+                "holds tokens: it has no states for the recurrent experts"
+            )
+        return MetaAttentionCache(self.config) if use_cache else None
+
+
+class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
+    """Language model; loads, saves and generates like any Transformers model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        super().__init__(config)
+        self.model = MetaAttentionModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_routing: bool = False,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: object,
+    ) -> RoutedCausalLMOutput:
+        """Logits, and the loss when there are labels.
+
+        Args:
+            labels: Tokens ``[B, T]`` to predict, -100 where there is nothing to; shifted inside.
+            logits_to_keep: Compute logits of the last tokens only (0: of all), or of these
+                positions.
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, document_ids,
+                use_cache, output_routing, output_hidden_states, kwargs: See
+                :class:`MetaAttentionModel`.
+        """
+        hidden = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            document_ids,
+            use_cache,
+            output_routing,
+            output_hidden_states,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden.last_hidden_state[:, keep])  # [B, T, V]
+
+        loss = task_loss = None
+        if labels is not None:
+            task_loss = F.cross_entropy(
+                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100
+            )
+            loss = routing_loss(
+                task_loss,
+                hidden.kl,
+                kl_weight=self.config.kl_weight,
+                cost=hidden.projected_cost,
+                cost_weight=self.config.cost_weight,
+            )
+        return RoutedCausalLMOutput(
+            loss=loss,
+            task_loss=task_loss,
+            kl=hidden.kl,
+            projected_cost=hidden.projected_cost,
+            logits=logits,
+            past_key_values=hidden.past_key_values,
+            routing_weights=hidden.routing_weights,
+            concentrations=hidden.concentrations,
+            hidden_states=hidden.hidden_states,
+        )
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # Transformers' own caches have no states for recurrent experts
+        return False
+
+    def _prepare_cache_for_generation(  # type: ignore[override]  # the rest goes through as it is
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+    ) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ConfigError(
+                f"cache_implementation must be left out, got "
+                f"{generation_config.cache_implementation!r}: the model keeps a MetaAttentionCache"
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = MetaAttentionCache(self.config)
+
+
+def _mean_of(values: list[Tensor], mask: Tensor | None, like: Tensor) -> Tensor:
+    """Mean over layers and tokens, float32; 0 if there are no layers."""
+    if not values:
+        return like.new_zeros((), dtype=torch.float32)
+    return mean_over_tokens(torch.stack(values).mean(dim=0), mask)
+
+
+def _concentration(out: LayerOutput) -> Tensor | None:
+    posterior = out.posterior
+    return posterior.concentration if isinstance(posterior, RoutingPosterior) else None

@@ -1,0 +1,256 @@
+"""Decode equals prefill, and what a cache can and cannot do."""
+
+import pytest
+import torch
+
+from meta_attention import Expert, MetaAttentionCache, register_expert
+from meta_attention.errors import CacheError, ConfigError, ShapeError
+
+EXPERT_SETS = {
+    "paper": {},
+    "own projections": {"shared_projections": False},
+    "gated and local": {"experts": ("gated_full", "local")},
+    "linear only": {"experts": ("linear",)},
+    "local only": {"experts": ("local",)},
+    "linear and local": {"experts": ("linear", "local")},
+    "static hybrid": {"layer_experts": [["local"], ["linear"], ["full"]]},
+    "mixed": {"layer_experts": [["local"], ["full", "linear", "local"], ["linear", "local"]]},
+    "prior-free": {"controller": "prior_free"},
+    "without rotation": {"use_rope": False},
+}
+CHUNKS = {
+    "token by token": [1] * 24,
+    "prompt, then tokens": [17] + [1] * 7,
+    "chunks": [7, 1, 9, 7],
+    "within a window": [3, 21],
+}
+
+
+def one_pass(model, ids, mask=None):
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, use_cache=False, output_routing=True)
+
+
+def in_chunks(model, ids, sizes, mask=None, *, whole_mask=True):
+    """Logits and routes of every token, fed through a cache in chunks."""
+    cache = MetaAttentionCache(model.config)
+    outs, start = [], 0
+    for size in sizes:
+        stop = start + size
+        given = None if mask is None else mask[:, 0 if whole_mask else start : stop]
+        with torch.no_grad():
+            outs.append(
+                model(
+                    ids[:, start:stop],
+                    attention_mask=given,
+                    past_key_values=cache,
+                    use_cache=True,
+                    output_routing=True,
+                )
+            )
+        start = stop
+    assert cache.get_seq_length() == ids.shape[1]
+    logits = torch.cat([out.logits for out in outs], dim=1)
+    weights = [
+        torch.cat(parts, dim=1) for parts in zip(*(o.routing_weights for o in outs), strict=True)
+    ]
+    return logits, weights
+
+
+def padding_of(kind, B=2, T=24):
+    mask = torch.ones(B, T, dtype=torch.long)
+    if kind == "left":
+        mask[0, :9], mask[1, :1] = 0, 0
+    elif kind == "right":
+        mask[0, 11:], mask[1, 20:] = 0, 0
+    return None if kind == "none" else mask
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("experts", EXPERT_SETS)
+def test_decode_equals_prefill(make_model, tokens, experts, chunks, padding):
+    model, ids, mask = make_model(**EXPERT_SETS[experts]), tokens(), padding_of(padding)
+    whole = one_pass(model, ids, mask)
+    logits, weights = in_chunks(model, ids, CHUNKS[chunks], mask)
+    is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    torch.testing.assert_close(logits[is_token], whole.logits[is_token], rtol=1e-5, atol=1e-5)
+    for ours, expected in zip(weights, whole.routing_weights, strict=True):
+        torch.testing.assert_close(ours[is_token], expected[is_token], rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours[is_token].argmax(-1), expected[is_token].argmax(-1))
+
+
+def test_tokens_are_really_routed_apart(make_model, tokens):
+    """The models of these tests route: otherwise equal routes would prove little."""
+    weights = one_pass(make_model(), tokens()).routing_weights
+    assert all(layer.std(dim=(0, 1)).max() > 0.02 for layer in weights)
+
+
+def test_a_mask_of_the_new_tokens_alone_will_do(make_model, tokens):
+    model, ids, mask = make_model(), tokens(), padding_of("left")
+    whole, _ = in_chunks(model, ids, CHUNKS["chunks"], mask)
+    new, _ = in_chunks(model, ids, CHUNKS["chunks"], mask, whole_mask=False)
+    assert torch.equal(whole, new)
+
+
+def test_padding_is_remembered_when_later_calls_leave_the_mask_out(make_model, tokens):
+    model, ids, mask = make_model(), tokens(), padding_of("left")
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache, use_cache=True)
+        out = model(ids[:, 15:], past_key_values=cache, use_cache=True)
+    expected = one_pass(model, ids, mask).logits[:, 15:]
+    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_right_padded_prompts_go_on(make_model, tokens):
+    """Prompts of different lengths, padded on the right, then tokens for all rows.
+
+    Not with local attention: its window counts positions, those of padding between two tokens too.
+    """
+    model, ids = make_model(experts=("full", "linear"), expert_costs=(1.0, 0.2)), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, 10:16] = 0
+    logits, _ = in_chunks(model, ids, [16] + [1] * 8, mask)
+    alone = torch.cat([ids[:1, :10], ids[:1, 16:]], dim=1)
+    expected = one_pass(model, alone).logits[:, 10:]
+    torch.testing.assert_close(logits[:1, 16:], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_keeps_no_more_than_it_sees(make_model, tokens):
+    model = make_model(layer_experts=[["local"], ["full", "local"], ["linear"]])
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(tokens(), past_key_values=cache, use_cache=True)
+    local, mixed, linear = cache.layers
+    assert local.keys.shape[2] == model.config.window_size
+    assert mixed.keys.shape[2] == 24
+    assert linear.keys is None
+    assert {layer.get_seq_length() for layer in cache.layers} == {24}
+
+
+def test_recurrent_state_is_float32_in_a_half_precision_model(make_model, tokens):
+    model = make_model().bfloat16()
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(tokens(), past_key_values=cache, use_cache=True)
+    assert cache.layers[0].states["linear"].dtype == torch.float32
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+
+
+def test_reorder_select_and_repeat_follow_the_rows(make_model, tokens):
+    model, ids, mask = make_model(), tokens(B=3), padding_of("none")
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    order = torch.tensor([2, 0, 0])
+
+    def continue_from(change, rows):
+        cache = MetaAttentionCache(model.config)
+        with torch.no_grad():
+            model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache, use_cache=True)
+            change(cache)
+            return model(ids[rows, 15:], past_key_values=cache, use_cache=True).logits
+
+    expected = one_pass(model, ids, mask).logits[:, 15:]
+    reordered = continue_from(lambda c: c.reorder_cache(order), order)
+    selected = continue_from(lambda c: c.batch_select_indices(order[:2]), order[:2])
+    repeated = continue_from(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2])
+    torch.testing.assert_close(reordered, expected[order], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(selected, expected[order[:2]], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(repeated, expected.repeat_interleave(2, dim=0), rtol=1e-5, atol=1e-5)
+
+
+def test_softmax_caches_crop(make_model, tokens):
+    model, ids = make_model(experts=("full", "local"), expert_costs=(1.0, 0.3)), tokens()
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        cache.crop(-9)
+        assert cache.get_seq_length() == 15
+        out = model(ids[:, 15:], past_key_values=cache, use_cache=True)
+    expected = one_pass(model, ids).logits[:, 15:]
+    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("experts", [{}, {"experts": ("local",)}, {"experts": ("linear",)}])
+def test_states_that_cannot_forget_say_so_and_stay_whole(make_model, tokens, experts):
+    model, ids = make_model(**experts), tokens()
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache, use_cache=True)
+        with pytest.raises(CacheError, match="cannot forget tokens"):
+            cache.crop(-3)
+        assert not cache.is_croppable
+        out = model(ids[:, 20:], past_key_values=cache, use_cache=True)
+    expected = one_pass(model, ids).logits[:, 20:]
+    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [3, -25])
+def test_crop_takes_minus_what_there_is(make_model, tokens, count):
+    model = make_model(experts=("full",))
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(tokens(), past_key_values=cache, use_cache=True)
+    with pytest.raises(CacheError, match="at most 24, got"):
+        cache.crop(count)
+
+
+def test_reset_starts_over(make_model, tokens):
+    model, ids = make_model(), tokens()
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(tokens(seed=1), attention_mask=padding_of("left"), past_key_values=cache)
+        cache.reset()
+        out = model(ids, past_key_values=cache, use_cache=True)
+    torch.testing.assert_close(out.logits, one_pass(model, ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_more_tokens_than_positions_are_refused(make_model, tokens):
+    model = make_model(max_position_embeddings=30)
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(tokens(), past_key_values=cache, use_cache=True)
+        with pytest.raises(ShapeError, match="max_position_embeddings = 30, got 34 tokens"):
+            model(tokens(T=10), past_key_values=cache, use_cache=True)
+
+
+def test_a_mask_of_another_length_is_refused(make_model, tokens):
+    model = make_model()
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(tokens(), past_key_values=cache, use_cache=True)
+        with pytest.raises(ShapeError, match=r"\[2, 3\] or, .* 24 cached tokens, \[2, 27\], got"):
+            model(tokens(T=3), attention_mask=torch.ones(2, 9), past_key_values=cache)
+
+
+def test_a_foreign_cache_with_tokens_is_refused(make_model, tokens):
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 2, 4, 8), torch.zeros(2, 2, 4, 8), 0)
+    with pytest.raises(ConfigError, match="must be a MetaAttentionCache, got a DynamicCache"):
+        make_model()(tokens(), past_key_values=cache)
+
+
+def test_a_bidirectional_model_has_no_cache(make_model, tokens):
+    model = make_model(causal=False)
+    assert model(tokens()).past_key_values is None
+    with pytest.raises(ConfigError, match="a cache needs causal=True"):
+        model(tokens(), past_key_values=MetaAttentionCache(model.config))
+
+
+def test_an_expert_that_reads_unrotated_keys_decodes_too(make_model, tokens):
+    @register_expert("test_unrotated")
+    class Unrotated(Expert):
+        uses_rope = False
+        paper_cost = 0.5
+
+        def forward(self, heads, x, mask):
+            from meta_attention.ops.full_attention import full_attention
+
+            return full_attention(heads.query, heads.key, heads.value, causal=True, mask=mask)
+
+    model, ids = make_model(experts=("full", "test_unrotated", "linear")), tokens()
+    logits, _ = in_chunks(model, ids, CHUNKS["chunks"])
+    torch.testing.assert_close(logits, one_pass(model, ids).logits, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,249 @@
+"""The language model: loads, saves, trains and generates like any Transformers model."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from meta_attention import MetaAttentionCache, MetaAttentionConfig
+from meta_attention.errors import ConfigError, ShapeError
+
+
+def test_loss_is_the_sum_of_its_parts(make_model, tokens):
+    ids = tokens()
+    for kwargs in ({"kl_weight": 0.3}, {"controller": "prior_free", "cost_weight": 2.0}):
+        model = make_model(**kwargs)
+        out = model(ids, labels=ids)
+        config = model.config
+        expected = (
+            out.task_loss + config.kl_weight * out.kl + config.cost_weight * out.projected_cost
+        )
+        torch.testing.assert_close(out.loss, expected)
+        logits = out.logits[:, :-1].flatten(0, 1)
+        torch.testing.assert_close(
+            out.task_loss, torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        )
+
+
+def test_kl_is_the_mean_over_routed_layers_and_real_tokens(make_model, tokens):
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    routed = make_model()(ids, attention_mask=mask, output_routing=True)
+    prior = torch.tensor([0.01, 0.86, 0.71])
+    from meta_attention import RoutingPosterior
+
+    kls = [RoutingPosterior(c).kl_to(prior)[mask.bool()] for c in routed.concentrations]
+    torch.testing.assert_close(routed.kl, torch.stack(kls).mean())
+    static = make_model(layer_experts=[["local"], ["local"], ["full", "local"]])
+    out = static(ids, output_routing=True)
+    assert out.kl > 0.1
+    assert make_model(experts=("full",))(ids).kl == 0.0
+
+
+def test_labels_of_minus_100_are_not_scored(make_model, tokens):
+    model, ids = make_model(), tokens()
+    labels = ids.clone()
+    labels[:, :10] = -100
+    logits = model(ids).logits[:, 9:-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 10:].flatten())
+    torch.testing.assert_close(model(ids, labels=labels).task_loss, expected)
+
+
+def test_routing_comes_on_request_only(make_model, tokens):
+    model, ids = make_model(), tokens()
+    assert model(ids).routing_weights is None
+    out = model(ids, output_routing=True)
+    assert [w.shape for w in out.routing_weights] == [(2, 24, 3)] * 3
+    assert [c.shape for c in out.concentrations] == [(2, 24, 3)] * 3
+    prior_free = make_model(controller="prior_free")(ids, output_routing=True)
+    assert prior_free.concentrations == (None, None, None)
+
+
+def test_padding_changes_nothing(make_model, tokens):
+    model, ids = make_model(), tokens()
+    alone = model(ids[:1, 9:]).logits
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    torch.testing.assert_close(
+        model(ids, attention_mask=mask).logits[:1, 9:], alone, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_packed_documents_are_as_if_alone(make_model, tokens):
+    model, ids = make_model(), tokens(B=1)
+    documents = torch.tensor([[1] * 7 + [2] * 12 + [3] * 5])
+    packed = model(ids, document_ids=documents).logits
+    alone = [model(part).logits for part in ids.split([7, 12, 5], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_static_hybrid_is_one_line_of_config(make_model, tokens):
+    model = make_model(layer_experts=[["local"], ["local"], ["full"]])
+    assert not any("controller" in name for name, _ in model.named_parameters())
+    out = model(tokens(), labels=tokens())
+    torch.testing.assert_close(out.loss, out.task_loss)
+    out.loss.backward()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_and_loaded_models_agree(make_model, tokens, tmp_path, tied):
+    model, ids = make_model(tie_word_embeddings=tied), tokens()
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    prior = loaded.model.layers[0].attention.controller.prior_concentration
+    assert prior.tolist() == pytest.approx([0.01, 0.86, 0.71])
+
+
+def test_a_model_loaded_in_bfloat16_keeps_its_controller(make_model, tokens, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    controller = model.model.layers[0].attention.controller
+    for tensor in (*controller.parameters(), *controller.buffers()):
+        assert tensor.dtype == torch.float32
+    out = model(tokens(), output_routing=True)
+    assert out.logits.dtype == torch.bfloat16
+    assert out.routing_weights[0].dtype == torch.float32
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(tokens(), output_routing=True)
+    torch.testing.assert_close(
+        out.routing_weights[0], exact.routing_weights[0], rtol=0.05, atol=0.05
+    )
+
+
+def test_auto_classes_know_the_model(tmp_path, make_model):
+    make_model().save_pretrained(tmp_path)
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), MetaAttentionConfig)
+    assert type(AutoModel.from_pretrained(tmp_path)).__name__ == "MetaAttentionModel"
+
+
+def test_a_fresh_process_generates_with_two_imports(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    code = (
+        "import meta_attention, torch\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        "print(model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4).shape)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "torch.Size([1, 7])" in result.stdout
+
+
+@pytest.mark.parametrize("training_weights", ["mean", "sample"])
+def test_gradient_checkpointing_changes_no_gradient(make_model, tokens, training_weights):
+    model, ids = make_model(training_weights=training_weights).train(), tokens()
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    model.gradient_checkpointing_enable()
+    for ours, expected in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_gradient_checkpointing_and_a_cache_exclude_each_other(make_model, tokens):
+    model = make_model().train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ConfigError, match="would write the cache twice"):
+        model(tokens(), past_key_values=MetaAttentionCache(model.config))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_compiles_without_graph_breaks(make_model, tokens, training):
+    model, ids = make_model(training_weights="mean").train(training), tokens()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    ours = compiled(ids, labels=ids, use_cache=False)
+    expected = model(ids, labels=ids, use_cache=False)
+    torch.testing.assert_close(ours.loss, expected.loss)
+    if training:
+        ours.loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+    torch._dynamo.reset()
+
+
+GENERATION = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "chunked prompt": {"do_sample": False, "prefill_chunk_size": 7},
+}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
+@pytest.mark.parametrize("how", GENERATION)
+def test_generation_with_a_cache_equals_generation_without(make_model, tokens, how, padded):
+    model, ids = make_model(), tokens()
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :9], mask[0, :9] = 0, 0
+    arguments = {"attention_mask": mask, "max_new_tokens": 12} | GENERATION[how]
+    torch.manual_seed(0)
+    cached = model.generate(ids, **arguments)
+    arguments.pop("prefill_chunk_size", None)
+    torch.manual_seed(0)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **arguments))
+
+
+def test_a_left_padded_row_generates_as_if_alone(make_model, tokens):
+    model, ids = make_model(), tokens()
+    mask = torch.ones_like(ids)
+    ids[0, :9], mask[0, :9] = 0, 0
+    batched = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    alone = model.generate(ids[:1, 9:], max_new_tokens=12, do_sample=False)
+    assert torch.equal(batched[:1, 9:], alone)
+
+
+def test_a_conversation_goes_on_from_its_cache(make_model, tokens):
+    model, prompt = make_model(), tokens(B=1, T=10)
+    cache = MetaAttentionCache(model.config)
+    first = model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    more = torch.cat([first, tokens(B=1, T=5, seed=1)], dim=1)
+    second = model.generate(more, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert torch.equal(second, model.generate(more, max_new_tokens=6, do_sample=False))
+
+
+def test_other_cache_implementations_are_refused(make_model, tokens):
+    with pytest.raises(ConfigError, match="must be left out, got 'static'"):
+        make_model().generate(tokens(), max_new_tokens=2, cache_implementation="static")
+
+
+def test_logits_of_the_last_tokens_only(make_model, tokens):
+    model, ids = make_model(), tokens()
+    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, model(ids).logits[:, -3:])
+
+
+def test_embeddings_in_place_of_tokens(make_model, tokens):
+    model, ids = make_model(), tokens()
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
+    with pytest.raises(ShapeError, match="exactly one of input_ids and inputs_embeds"):
+        model(ids, inputs_embeds=embeds)
+
+
+def test_hidden_states_on_request(make_model, tokens):
+    states = make_model()(tokens(), output_hidden_states=True).hidden_states
+    assert [s.shape for s in states] == [(2, 24, 32)] * 4
+
+
+@pytest.mark.gpu
+def test_bfloat16_on_the_gpu_decodes_as_it_prefills(make_model, tokens):
+    model, ids = make_model().to("cuda", torch.bfloat16), tokens().cuda()
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = MetaAttentionCache(model.config)
+        steps = [
+            model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits
+            for t in range(ids.shape[1])
+        ]
+    error = (torch.cat(steps, dim=1) - whole).float().abs().max()
+    assert error <= 0.05 * whole.float().abs().max()
+    assert model.generate(ids, max_new_tokens=8, do_sample=False).shape == (2, 32)
