@@ -1,6 +1,7 @@
 """The contract shared by the attention functions: queries, keys, values and padding."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meta_attention.errors import ShapeError
@@ -67,3 +68,18 @@ def sees(query_mask: Tensor, key_mask: Tensor) -> Tensor:
 def drop_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
     """Zero the rows ``[B, T, H, P]`` of padding, so that nothing of it reaches a sum."""
     return rows if mask is None else rows.masked_fill((mask == 0)[:, :, None, None], 0.0)
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """Fused softmax attention ``[B, H, T, P]`` under an explicit mask ``[B, 1, T, S]``.
+
+    Keys and values are ``[B, K, S, P]``.
+    """
+    group = query.shape[1] // key.shape[1]
+    if group > 1 and query.is_cuda:
+        # CUDA's fused kernels take a mask or grouped heads, not both; scores would be held whole
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        group = 1
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, enable_gqa=group > 1
+    )

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meta_attention.ops.heads import drop_padding, sees
+from meta_attention.ops.heads import drop_padding, masked_attention, sees
 
 # where the fused kernels need an explicit mask, this many of its rows exist at a time
 QUERY_BLOCK = 1024
@@ -33,12 +33,11 @@ def full_attention_reference(
             # padding sees itself: a row with no key has no softmax
             visible = visible | (i == j)
         blocks.append(
-            F.scaled_dot_product_attention(
+            masked_attention(
                 q[:, :, start - past : stop - past],
                 k[:, :, :seen],
                 v[:, :, :seen],
-                attn_mask=visible.view(-1, 1, stop - start, seen),
-                enable_gqa=True,
+                visible.view(-1, 1, stop - start, seen),
             )
         )
     rows = torch.cat(blocks, dim=2).transpose(1, 2)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meta_attention.ops.heads import drop_padding, sees
+from meta_attention.ops.heads import drop_padding, masked_attention, sees
 
 MIN_BLOCK = 64
 
@@ -88,11 +88,10 @@ def _attend(
     visible = (in_window & sees(query_marks, key_marks)) | (i == j)  # [B * N, block, span]
 
     queries = F.pad(q, (0, 0, 0, 0, 0, tail)).view(-1, block, H, P)  # [B * N, block, H, P]
-    rows = F.scaled_dot_product_attention(
+    rows = masked_attention(
         queries.transpose(1, 2),
         spans(k).transpose(2, 3),
         spans(v).transpose(2, 3),
-        attn_mask=visible.unsqueeze(1),
-        enable_gqa=True,
+        visible.unsqueeze(1),
     )
     return rows.transpose(1, 2).reshape(B, n + tail, H, P)[:, :n]
