@@ -1,0 +1,1 @@
+"""Data, schedules and the Trainer."""
