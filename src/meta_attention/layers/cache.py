@@ -52,7 +52,9 @@ class RoutedCacheLayer(DynamicLayer):
         return self.length + query_length, 0
 
     def reset(self) -> None:
-        super().reset()
+        # dropped, not zeroed as in older Transformers: keys grow by concatenation
+        self.keys = self.values = None
+        self.is_initialized = False
         self.states.clear()
         self.length = 0
 
