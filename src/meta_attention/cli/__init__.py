@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from meta_attention.cli import check
+from meta_attention.cli import check, evaluate, generate, inspect, train
 from meta_attention.errors import MetaAttentionError
 
 app = typer.Typer(
@@ -22,6 +22,10 @@ def _commands() -> None:
 
 
 app.command("check", epilog=check.EXAMPLES)(check.check)
+app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
+app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 
 
 def main() -> None:

@@ -1,0 +1,146 @@
+"""``meta-attention evaluate``: every figure of a checkpoint over a text."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meta_attention.cli.checkpoint import (
+    CheckpointArgument,
+    Device,
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    JsonOption,
+    TextFileOption,
+    TextOption,
+    load_checkpoint,
+    read_text,
+)
+from meta_attention.errors import DataError
+
+if TYPE_CHECKING:
+    from meta_attention.evaluation.evaluate import Evaluation
+
+EXAMPLES = """\b
+examples:
+  meta-attention evaluate runs/tiny --text-file book.txt
+  meta-attention evaluate runs/tiny --data books/ --length 1024 --stride 512
+  meta-attention evaluate runs/tiny --data books/ --max-tokens 20000 --forced
+  meta-attention evaluate runs/tiny --text-file book.txt --json | jq .bits_per_byte
+"""
+
+
+def evaluate(
+    checkpoint: CheckpointArgument,
+    text: TextOption = None,
+    text_file: TextFileOption = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="file, folder, glob or hub dataset; may be given more than once"),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="tokens in a window  [default: 1024, or what the model can take]"),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="how much further each window reaches  [default: half of it]"),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="windows run at once")] = 8,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="stop after this many tokens")
+    ] = None,
+    forced: Annotated[
+        bool,
+        typer.Option(
+            "--forced",
+            help="also judge the routes, by forcing each expert of each layer: slow",
+        ),
+    ] = False,
+    device: DeviceOption = Device.auto,
+    dtype: DtypeOption = Dtype.auto,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a checkpoint on a text: perplexity, bits per byte, calibration and routing.
+
+    Windows slide over the text, and every token is scored once. Documents do not see each other.
+    """
+    documents = _read(text, text_file, data)
+    model, tokenizer = load_checkpoint(checkpoint, device, dtype)
+
+    # torch and transformers load here, so that --help stays instant
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from meta_attention.evaluation.evaluate import evaluate_text
+
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("tokens", total=None)
+        result = evaluate_text(
+            model,
+            tokenizer,
+            documents,
+            length=length,
+            stride=stride,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            forced=forced,
+            advance=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        _print_tables(result)
+
+
+def _read(text: str | None, text_file: Path | None, data: list[str] | None) -> list[str]:
+    if not data:
+        if text is None and text_file is None:
+            raise DataError("one of --text, --text-file and --data must be given")
+        return [read_text(text, text_file)]
+    if text is not None or text_file is not None:
+        raise DataError("--data must not be given together with --text or --text-file")
+    from meta_attention.training.corpus import read_corpus
+
+    return read_corpus(data).documents
+
+
+def _print_tables(result: "Evaluation") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from meta_attention.report.terminal import routing_table, verdict_table
+
+    console = Console()
+    text, routing = result.text, result.routing
+    figures = Table(
+        title=f"{text.num_tokens:,} tokens, {text.num_bytes:,} bytes, windows of {result.length} "
+        f"every {result.stride}, {result.dtype} on {result.device}",
+        title_justify="left",
+        show_header=False,
+    )
+    rows: list[tuple[str, float | None, str, str]] = [
+        ("loss", text.loss, ".4f", "nats per token"),
+        ("perplexity", text.perplexity, ".3f", "per token"),
+        ("bits per byte", text.bits_per_byte, ".4f", ""),
+        ("calibration error", result.ece, ".4f", "of next-token prediction, 15 bins"),
+        ("KL to the prior", routing.kl, ".4f", "nats, mean over routed layers"),
+        ("projected cost", routing.projected_cost, ".2%", "of full attention, from the weights"),
+        ("adaptivity", routing.adaptivity, ".4f", "nats; zero: every token the same weights"),
+        ("routing entropy", routing.routing_entropy, ".1f", "percent of ln E"),
+    ]
+    if result.forced is not None:
+        rows += [
+            ("regret", result.forced.regret, ".4f", "nats to each token's best expert"),
+            ("static regret", result.forced.static_regret, ".4f", "nats to each layer's best"),
+            ("routing calibration error", result.forced.routing_ece, ".4f", "top is best"),
+        ]
+    for name, value, form, note in rows:
+        figures.add_row(name, "none" if value is None else format(value, form), note)
+    console.print(figures)
+    console.print(routing_table(routing))
+    if result.forced is not None:
+        console.print(verdict_table(result.forced))

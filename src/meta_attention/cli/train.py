@@ -1,0 +1,224 @@
+"""``meta-attention train``: a routed language model from text."""
+
+import json
+import os
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from meta_attention.training.recipes import Settings
+
+EXAMPLES = """\b
+examples:
+  meta-attention train
+  meta-attention train --recipe tiny --data wiki.train.txt --eval-data wiki.valid.txt
+  meta-attention train --recipe bytes-small --data books/ --kl-weight "0->0.1@0.5:0.75"
+  meta-attention train --out runs/demo --resume
+  meta-attention train --experts full --out runs/full
+  meta-attention train --layers 6 --layer-experts "local,local,full+local" --out runs/hybrid
+  torchrun --nproc-per-node 2 --no-python meta-attention train --recipe bytes-small
+  accelerate launch --no_python meta-attention train --recipe bytes-small
+
+\b
+experts by layer:
+  --layer-experts parts layers by commas and the experts of a layer by +. A layer of one expert is
+  static: nothing is routed in it. "local,local,full" is two local layers and a full one, and
+  repeats to fill the layers there are.
+
+\b
+schedules:
+  --kl-weight takes a number, or START->END, or START->END@BEGIN:FINISH in fractions of training:
+  "0->0.1@0.5:0.75" is 0 for the first half, rises until three quarters, and stays at 0.1.
+"""
+
+
+class Recipe(StrEnum):
+    """The names of ``RECIPES``, which a test compares: importing those would load torch."""
+
+    demo = "demo"
+    tiny = "tiny"
+    bytes_small = "bytes-small"
+
+
+class Controller(StrEnum):
+    bayesian = "bayesian"
+    prior_free = "prior_free"
+
+
+class Weights(StrEnum):
+    mean = "mean"
+    sample = "sample"
+
+
+class Precision(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+def _flag(text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=text, show_default=False, **limits)
+
+
+def train(
+    recipe: Annotated[
+        Recipe | None,
+        _flag(
+            "where the settings not given come from: demo (default; a CPU, a minute), tiny "
+            "(the paper's), bytes-small (5M parameters, a GPU)"
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        _flag("text: a file, folder, glob or hub name, repeatable; default: Python's manual"),
+    ] = None,
+    eval_data: Annotated[
+        list[str] | None, _flag("text to evaluate on, repeatable; default: held out from the data")
+    ] = None,
+    max_bytes: Annotated[int | None, _flag("read this much text at most", min=1)] = None,
+    tokenizer: Annotated[
+        str | None, _flag("bytes, characters, bpe, bpe:SIZE, a folder or a hub name")
+    ] = None,
+    length: Annotated[int | None, _flag("tokens in a block", min=2)] = None,
+    isolate_documents: Annotated[
+        bool | None,
+        _flag("documents of a block do not see each other", "--isolate-documents/--join-documents"),
+    ] = None,
+    out: Annotated[Path | None, _flag("folder of the run; default: runs/RECIPE")] = None,
+    resume: Annotated[bool, _flag("go on with the run in the folder, with its settings")] = False,
+    steps: Annotated[int | None, _flag("optimiser steps", min=1)] = None,
+    batch_size: Annotated[
+        int | None, _flag("blocks per step, over all processes and parts", min=1)
+    ] = None,
+    grad_accum: Annotated[
+        int | None, _flag("parts a batch is computed in, to save memory", min=1)
+    ] = None,
+    lr: Annotated[float | None, _flag("highest learning rate")] = None,
+    warmup: Annotated[int | None, _flag("steps until it is reached", min=0)] = None,
+    weight_decay: Annotated[float | None, _flag("weight decay of AdamW", min=0.0)] = None,
+    seed: Annotated[int | None, _flag("of the weights and of the order of the blocks")] = None,
+    kl_weight: Annotated[str | None, _flag("weight of the KL: a schedule, see below")] = None,
+    cost_weight: Annotated[
+        float | None, _flag("weight of the projected cost, for a prior_free controller", min=0.0)
+    ] = None,
+    hidden_size: Annotated[int | None, _flag("width of the model", min=1)] = None,
+    layers: Annotated[int | None, _flag("number of blocks of the model", min=1)] = None,
+    heads: Annotated[int | None, _flag("attention heads", min=1)] = None,
+    kv_heads: Annotated[int | None, _flag("key-value heads; default: as many", min=1)] = None,
+    window_size: Annotated[int | None, _flag("reach of local attention", min=1)] = None,
+    experts: Annotated[
+        str | None, _flag('experts of every layer, such as "full,linear,local"')
+    ] = None,
+    layer_experts: Annotated[str | None, _flag("experts of each layer, see below")] = None,
+    expert_costs: Annotated[
+        str | None, _flag('paper, flops, or a number for each expert: "1,0.15,0.3"')
+    ] = None,
+    controller: Annotated[Controller | None, _flag("how tokens choose")] = None,
+    training_weights: Annotated[
+        Weights | None, _flag("routing weights in training: the posterior's mean or a sample")
+    ] = None,
+    shared_projections: Annotated[
+        bool | None,
+        _flag(
+            "one set of projections per layer, or the paper's one per expert",
+            "--shared-projections/--own-projections",
+        ),
+    ] = None,
+    precision: Annotated[Precision | None, _flag("of the computation; weights are fp32")] = None,
+    compile_model: Annotated[
+        bool | None, _flag("compile the model", "--compile/--no-compile")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, _flag("recompute activations, to save memory")
+    ] = None,
+    eval_every: Annotated[int | None, _flag("steps between evaluations; 0: none", min=0)] = None,
+    save_every: Annotated[int | None, _flag("steps between checkpoints", min=1)] = None,
+    log_every: Annotated[int | None, _flag("steps between rows of the log", min=1)] = None,
+    tensorboard: Annotated[bool, _flag("write the figures for TensorBoard as well")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Train a routed language model, and save it with its tokenizer and its log.
+
+    The folder then holds the model, metrics.jsonl and run.json. A run that was stopped goes on
+    with --resume; on the CPU its losses are those of a run that was never stopped.
+    """
+    given = {
+        name: value
+        for name, value in locals().items()
+        if value is not None and name not in ("recipe", "out", "resume", "tensorboard", "as_json")
+    }
+    # torch and transformers load here, so that --help stays instant
+    from meta_attention.training.logs import ConsoleProgress
+    from meta_attention.training.run import open_run, train_model
+
+    folder = out or Path("runs") / (recipe or Recipe.demo)
+    settings = open_run(folder, recipe and recipe.value, _parse(given), resume=resume)
+    is_main = os.environ.get("RANK", "0") == "0"
+    progress = ConsoleProgress() if is_main and not as_json else None
+    try:
+        record = train_model(
+            settings,
+            folder,
+            resume=resume,
+            tensorboard=tensorboard,
+            callbacks=() if progress is None else (progress,),
+        )
+    finally:
+        if progress is not None:
+            progress.close()
+    if is_main and as_json:
+        print(json.dumps({"out": str(folder)} | record, indent=2))
+    elif is_main:
+        _print_result(folder, settings, record)
+
+
+def _parse(given: dict[str, Any]) -> dict[str, Any]:
+    """Flags as the settings of the same name."""
+    from meta_attention.training.recipes import parse_costs, parse_layer_experts, parse_names
+    from meta_attention.training.schedule import Schedule
+
+    readers: dict[str, Callable[[Any], Any]] = {
+        "kl_weight": Schedule.parse,
+        "experts": parse_names,
+        "layer_experts": parse_layer_experts,
+        "expert_costs": parse_costs,
+        "data": tuple,
+        "eval_data": tuple,
+        "controller": str,
+        "training_weights": str,
+        "precision": str,
+    }
+    settings = {
+        name: readers.get(name, lambda value: value)(value) for name, value in given.items()
+    }
+    if "compile_model" in settings:
+        settings["compile"] = settings.pop("compile_model")
+    return settings
+
+
+def _print_result(folder: Path, settings: "Settings", record: dict[str, Any]) -> None:
+    metrics = record["metrics"]
+    print(f"{folder}: {record['parameters']:,} parameters, {record['steps']} steps")
+    if not metrics:
+        return
+    print(
+        f"held out: {metrics['task_loss']:.4f} nats per token, perplexity "
+        f"{metrics['perplexity']:.3f}, {metrics['bits_per_byte']:.4f} bits per byte"
+    )
+    if "adaptivity" not in metrics:
+        print("routing: none, every layer is static")
+        return
+    print(
+        f"routing: projected cost {metrics['projected_cost']:.3f}, adaptivity "
+        f"{metrics['adaptivity']:.4f} nats, entropy {metrics['routing_entropy']:.1f}%"
+    )
+    for number, what in (
+        (metrics["expert_collapses"], "send more than 95% of their tokens to one expert"),
+        (metrics["prior_collapses"], "do not tell their tokens apart"),
+    ):
+        if number:
+            print(f"note: {number} of {settings.layers} layers {what}")

@@ -1,0 +1,211 @@
+"""Were the routes right? Judged by forcing each expert in turn.
+
+One routed layer at a time sends every token to one expert while the other layers route as they
+do; each expert of the layer has its turn. The best expert of a token in that layer is the one
+under which the model predicts the next token with the smallest loss.
+
+One layer at a time, because E experts in L layers have E ** L combinations, and because a layer's
+route can only be compared with another of the same layer when nothing else moves. All tokens at
+once, because one token at a time would take a pass each: what the expert does to earlier tokens
+is therefore part of its loss.
+
+Shapes: B batch, T sequence, E experts of a layer, M tokens judged.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meta_attention.controller import PointPosterior
+from meta_attention.errors import ConfigError
+from meta_attention.evaluation.calibration import CalibrationTally
+from meta_attention.layers import BayesianMetaAttentionLayer
+
+
+class ForcedController(nn.Module):
+    """Stands in for a controller and sends every token to one expert.
+
+    Args:
+        controller: The one it stands in for; costs and prior stay its own.
+        expert_index: The expert every token takes.
+    """
+
+    def __init__(self, controller: nn.Module, expert_index: int) -> None:
+        super().__init__()
+        self.controller = controller
+        self.expert_index = expert_index
+
+    @property
+    def costs(self) -> Tensor:
+        return self.controller.costs  # type: ignore[return-value]
+
+    @property
+    def prior_concentration(self) -> Tensor:
+        return self.controller.prior_concentration  # type: ignore[return-value]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> PointPosterior:
+        expert = torch.full(x.shape[:2], self.expert_index, device=x.device)
+        return PointPosterior(F.one_hot(expert, len(self.costs)).float())
+
+
+def attention_layers(model: nn.Module) -> list[BayesianMetaAttentionLayer]:
+    """The routed attention layers of a model, static ones included, in order."""
+    return [module for module in model.modules() if isinstance(module, BayesianMetaAttentionLayer)]
+
+
+@contextmanager
+def force_expert(
+    model: nn.Module, layer_indices: Sequence[int], expert_index: int
+) -> Iterator[None]:
+    """Send every token of the layers to one expert; afterwards the model is as before.
+
+    Args:
+        model: A routed model.
+        layer_indices: Which of its layers.
+        expert_index: Index of the expert among those of the layer.
+    """
+    layers = attention_layers(model)
+    for index in layer_indices:
+        if not 0 <= index < len(layers):
+            raise ConfigError(f"layer must be below the model's {len(layers)}, got {index}")
+        names = layers[index].expert_names
+        if not 0 <= expert_index < len(names):
+            raise ConfigError(
+                f"expert must be below the {len(names)} of layer {index}, {', '.join(names)}; "
+                f"got {expert_index}"
+            )
+    # a layer named twice is forced once
+    controllers = {index: layers[index].controller for index in layer_indices}
+    try:
+        for index, controller in controllers.items():
+            layers[index].controller = ForcedController(controller, expert_index)  # type: ignore[assignment]
+        yield
+    finally:
+        for index, controller in controllers.items():
+            layers[index].controller = controller
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVerdict:
+    """How the routes of one layer compare with forcing its experts, mean over tokens."""
+
+    layer: int
+    regret: float
+    """Loss with the chosen routes minus loss with each token's best expert, nats.
+
+    The best is picked with the answer known, so 0 is out of reach for a router; below 0, mixing
+    experts is better than any one of them."""
+    static_regret: float
+    """Loss with the chosen routes minus loss with the one expert best for all tokens, nats.
+
+    Below 0, routing per token is worth having in this layer."""
+    routing_ece: float
+    """Calibration error of "the top expert is the best expert", said with the top weight."""
+    forced_loss: dict[str, float]
+    """Loss with each expert forced on all tokens, nats."""
+    best_share: dict[str, float]
+    """Share of the tokens for which each expert is best."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteVerdict:
+    """All routed layers, and their means."""
+
+    layers: list[LayerVerdict]
+
+    @property
+    def regret(self) -> float:
+        return sum(layer.regret for layer in self.layers) / len(self.layers)
+
+    @property
+    def static_regret(self) -> float:
+        return sum(layer.static_regret for layer in self.layers) / len(self.layers)
+
+    @property
+    def routing_ece(self) -> float:
+        return sum(layer.routing_ece for layer in self.layers) / len(self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "regret": self.regret,
+            "static_regret": self.static_regret,
+            "routing_ece": self.routing_ece,
+            "layers": [asdict(layer) for layer in self.layers],
+        }
+
+
+class RouteJudge:
+    """Forces every expert of every routed layer on each batch, and adds up what comes out.
+
+    Args:
+        model: A routed model with a layer of more than one expert.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.experts = {
+            index: layer.expert_names
+            for index, layer in enumerate(attention_layers(model))
+            if len(layer.expert_names) > 1
+        }
+        if not self.experts:
+            raise ConfigError("forcing experts needs a layer of more than one, got none")
+        self.num_tokens = 0
+        self.chosen = 0.0
+        # per layer [2, E]: loss with each expert forced, tokens for which it is best
+        self.sums = {
+            index: torch.zeros(2, len(names), dtype=torch.float64)
+            for index, names in self.experts.items()
+        }
+        self.best = dict.fromkeys(self.experts, 0.0)
+        self.calibration = {index: CalibrationTally() for index in self.experts}
+
+    @property
+    def num_passes(self) -> int:
+        """Calls of ``rescore`` in one :meth:`add`."""
+        return sum(map(len, self.experts.values()))
+
+    def add(self, loss: Tensor, weights: Sequence[Tensor], rescore: Callable[[], Tensor]) -> None:
+        """Judge one batch.
+
+        Args:
+            loss: Loss of the next token ``[M]`` with the chosen routes, nats.
+            weights: Routing weights of these tokens ``[M, E]`` per layer.
+            rescore: Returns the loss anew ``[M]``; called with each expert forced.
+        """
+        self.num_tokens += len(loss)
+        self.chosen += loss.double().cpu().sum().item()
+        for layer, names in self.experts.items():
+            losses = []
+            for expert in range(len(names)):
+                with force_expert(self.model, [layer], expert):
+                    losses.append(rescore().double().cpu())
+            forced = torch.stack(losses, dim=-1)  # [M, E]
+            lowest, best = forced.min(dim=-1)
+            self.best[layer] += lowest.sum().item()
+            self.sums[layer][0] += forced.sum(dim=0)
+            self.sums[layer][1] += torch.bincount(best, minlength=len(names))
+            confidence, top = weights[layer].cpu().max(dim=-1)
+            self.calibration[layer].add(confidence, top == best)
+
+    def verdict(self) -> RouteVerdict:
+        """Figures over every token judged so far."""
+        return RouteVerdict([self._verdict_on(layer) for layer in self.experts])
+
+    def _verdict_on(self, layer: int) -> LayerVerdict:
+        n = max(self.num_tokens, 1)
+        losses, best = (self.sums[layer] / n).tolist()
+        names = self.experts[layer]
+        return LayerVerdict(
+            layer,
+            regret=(self.chosen - self.best[layer]) / n,
+            static_regret=self.chosen / n - min(losses),
+            routing_ece=self.calibration[layer].error,
+            forced_loss=dict(zip(names, losses, strict=True)),
+            best_share=dict(zip(names, best, strict=True)),
+        )

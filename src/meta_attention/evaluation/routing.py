@@ -1,0 +1,297 @@
+"""What a model's routing does, in figures with one meaning each.
+
+Pure functions of routing weights: the training logs and the evaluation say the same thing by the
+same name. A :class:`RoutingTally` adds up batches and is reduced to a :class:`RoutingSummary` once.
+
+Shapes: B batch, T sequence, E experts of a layer.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from meta_attention.controller import RoutingPosterior
+from meta_attention.errors import ShapeError
+from meta_attention.layers import BayesianMetaAttentionLayer
+
+# an expert collapse: a layer that sends more than this share of its tokens to one expert
+EXPERT_COLLAPSE = 0.95
+# a prior collapse: a layer whose mean KL or adaptivity is below this, in nats
+PRIOR_COLLAPSE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRouting:
+    """How one layer routes. A layer of one expert is static: there is nothing to measure."""
+
+    experts: tuple[str, ...]
+    share: dict[str, float]
+    """Mean weight of each expert over tokens; sums to one."""
+    top_share: dict[str, float]
+    """Share of the tokens whose largest weight each expert has; sums to one."""
+    adaptivity: float | None
+    """I(token; route) in nats: H(mean weights) - mean H(weights). None in a static layer."""
+    adaptivity_by_expert: dict[str, float] | None
+    """Each expert's part of ``adaptivity``, at least 0; they sum to it."""
+    routing_entropy: float | None
+    """Mean over tokens of H(weights) / ln E, in percent. None in a static layer."""
+    projected_cost: float
+    """Mean over tokens of the sum over experts of weight * cost."""
+    kl: float | None
+    """Mean KL to the prior in nats, where there is one."""
+
+    @property
+    def is_static(self) -> bool:
+        return len(self.experts) == 1
+
+    @property
+    def has_expert_collapse(self) -> bool:
+        """More than 95% of the tokens go to one expert."""
+        return not self.is_static and max(self.top_share.values()) > EXPERT_COLLAPSE
+
+    @property
+    def has_prior_collapse(self) -> bool:
+        """Mean KL or adaptivity below 0.01 nats: tokens are not told apart."""
+        if self.adaptivity is None:
+            return False
+        return self.adaptivity < PRIOR_COLLAPSE or (
+            self.kl is not None and self.kl < PRIOR_COLLAPSE
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "experts": list(self.experts),
+            "is_static": self.is_static,
+            "expert_collapse": self.has_expert_collapse,
+            "prior_collapse": self.has_prior_collapse,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingSummary:
+    """How a model routes: its layers, and their means."""
+
+    layers: list[LayerRouting]
+    kl: float | None
+    """Mean KL over routed layers and tokens, nats."""
+    num_tokens: int
+
+    @property
+    def projected_cost(self) -> float:
+        """Mean over all layers, static ones included."""
+        return sum(layer.projected_cost for layer in self.layers) / len(self.layers)
+
+    @property
+    def adaptivity(self) -> float | None:
+        """Mean over routed layers, nats; None if all are static."""
+        return _mean([layer.adaptivity for layer in self.layers])
+
+    @property
+    def routing_entropy(self) -> float | None:
+        """Mean over routed layers, percent; None if all are static."""
+        return _mean([layer.routing_entropy for layer in self.layers])
+
+    @property
+    def collapsed_layers(self) -> dict[str, list[int]]:
+        """Indices of the layers with an expert collapse and with a prior collapse."""
+        return {
+            "expert": [i for i, layer in enumerate(self.layers) if layer.has_expert_collapse],
+            "prior": [i for i, layer in enumerate(self.layers) if layer.has_prior_collapse],
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "num_tokens": self.num_tokens,
+            "kl": self.kl,
+            "projected_cost": self.projected_cost,
+            "adaptivity": self.adaptivity,
+            "routing_entropy": self.routing_entropy,
+            "collapsed_layers": self.collapsed_layers,
+            "layers": [layer.to_dict() for layer in self.layers],
+        }
+
+
+def summarise_routing(
+    weights: Sequence[Tensor],
+    kl: float | Sequence[float | None] | None,
+    expert_names: Sequence[Sequence[str]],
+    costs: Sequence[Tensor],
+    mask: Tensor | None = None,
+) -> RoutingSummary:
+    """Reduce the routing weights of one batch.
+
+    Args:
+        weights: ``[B, T, E]`` per layer, rows summing to one.
+        kl: Mean KL to the prior in nats: of each layer (None where there is no prior), or one
+            number for the whole model, which then stands for every routed layer.
+        expert_names: Names of the experts of each layer.
+        costs: Cost of each expert ``[E]`` per layer.
+        mask: ``[B, T]``, 0 for padding.
+    """
+    tally = RoutingTally(expert_names, costs)
+    tally.add(weights, mask)
+    return tally.summary(kl)
+
+
+class RoutingTally:
+    """Sums over tokens from which every figure follows, so that batches and processes add up.
+
+    Args:
+        expert_names: Names of the experts of each layer.
+        costs: Cost of each expert ``[E]`` per layer.
+        priors: Prior concentration ``[E]`` per layer, for the KL of each.
+    """
+
+    def __init__(
+        self,
+        expert_names: Sequence[Sequence[str]],
+        costs: Sequence[Tensor],
+        priors: Sequence[Tensor] | None = None,
+    ) -> None:
+        if len(expert_names) != len(costs):
+            raise ShapeError(
+                f"expert_names and costs must have one entry per layer, got {len(expert_names)} "
+                f"and {len(costs)}"
+            )
+        self.expert_names = [tuple(names) for names in expert_names]
+        self.costs = [cost.double().tolist() for cost in costs]
+        self.priors = priors
+        self.sums = torch.zeros(1 + sum(3 * len(n) + 2 for n in expert_names), dtype=torch.float64)
+        """Tokens; then per layer, for each expert weights, entropy terms and tokens whose top it
+        is, and the KL with the number of tokens that have one."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        """A tally for every routed attention layer of a model, static ones included, in order."""
+        layers = [m for m in model.modules() if isinstance(m, BayesianMetaAttentionLayer)]
+        return cls(
+            [layer.expert_names for layer in layers],
+            [layer.controller.costs for layer in layers],
+            [layer.controller.prior_concentration for layer in layers],
+        )
+
+    def count(
+        self,
+        weights: Sequence[Tensor],
+        mask: Tensor | None = None,
+        concentrations: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:
+        """What each row of a batch adds to ``sums``, ``[B, len(sums)]``; arguments as ``add``."""
+        if len(weights) != len(self.expert_names):
+            raise ShapeError(
+                f"weights must have one tensor for each of {len(self.expert_names)} layers, got "
+                f"{len(weights)}"
+            )
+        first = weights[0]
+        # Apple GPUs have no float64
+        wide = torch.float32 if first.device.type == "mps" else torch.float64
+        is_token = torch.ones(first.shape[:2], device=first.device)
+        if mask is not None:
+            is_token = (mask != 0).float()  # [B, T]
+        columns = [is_token.sum(dim=1, dtype=wide).unsqueeze(1)]  # [B, 1]
+        for index, (weight, names) in enumerate(zip(weights, self.expert_names, strict=True)):
+            if weight.shape[-1] != len(names):
+                raise ShapeError(
+                    f"weights must end in one number for each of {list(names)}, got shape "
+                    f"{list(weight.shape)}"
+                )
+            weight = weight.detach().float()
+            top = torch.zeros_like(weight).scatter_(-1, weight.argmax(dim=-1, keepdim=True), 1.0)
+            parts = [weight, torch.special.entr(weight), top, *self._kl(index, concentrations)]
+            for part in parts:
+                kept = part.masked_fill(is_token.unsqueeze(-1) == 0, 0.0)
+                columns.append(kept.sum(dim=1, dtype=wide))
+            if len(parts) == 3:
+                columns.append(columns[0].new_zeros(len(weight), 2))
+        return torch.cat(columns, dim=1)
+
+    def add(
+        self,
+        weights: Sequence[Tensor],
+        mask: Tensor | None = None,
+        concentrations: Sequence[Tensor | None] | None = None,
+    ) -> None:
+        """Count the tokens of one batch.
+
+        Args:
+            weights: ``[B, T, E]`` per layer.
+            mask: ``[B, T]``, 0 for padding.
+            concentrations: ``[B, T, E]`` per layer, None without a prior. For the KL, which needs
+                the priors.
+        """
+        counted = self.count(weights, mask, concentrations).sum(dim=0)
+        self.sums = self.sums.to(counted) + counted
+
+    def summary(self, kl: float | Sequence[float | None] | None = None) -> RoutingSummary:
+        """Figures over every token counted so far.
+
+        ``kl`` as in :func:`summarise_routing`; default: what was counted.
+        """
+        return self.summary_of(self.sums, kl)
+
+    def summary_of(
+        self, sums_of_tokens: Tensor, kl: float | Sequence[float | None] | None = None
+    ) -> RoutingSummary:
+        """Figures from sums as :meth:`count` gives them, added up elsewhere."""
+        num_tokens, *sums = sums_of_tokens.tolist()
+        given = kl if isinstance(kl, Sequence) else [kl] * len(self.expert_names)
+        layers, begin = [], 0
+        for names, costs, layer_kl in zip(self.expert_names, self.costs, given, strict=True):
+            size = len(names)
+            share, entropy, top = (
+                [value / max(num_tokens, 1.0) for value in sums[i : i + size]]
+                for i in range(begin, begin + 3 * size, size)
+            )
+            begin += 3 * size + 2
+            kl_sum, kl_tokens = sums[begin - 2 : begin]
+            if layer_kl is None and kl_tokens:
+                layer_kl = kl_sum / kl_tokens
+            layers.append(_layer(names, costs, share, entropy, top, layer_kl))
+        return RoutingSummary(layers, _mean([layer.kl for layer in layers]), int(num_tokens))
+
+    def _kl(self, index: int, concentrations: Sequence[Tensor | None] | None) -> list[Tensor]:
+        """KL of a layer and a one for each token that has it, ``[B, T, 2]``, where known."""
+        concentration = None if concentrations is None else concentrations[index]
+        if concentration is None or self.priors is None or len(self.expert_names[index]) == 1:
+            return []
+        kl = RoutingPosterior(concentration.detach()).kl_to(
+            self.priors[index].to(concentration.device)
+        )
+        return [torch.stack([kl, torch.ones_like(kl)], dim=-1)]
+
+
+def _layer(
+    names: tuple[str, ...],
+    costs: list[float],
+    share: list[float],
+    entropy: list[float],
+    top: list[float],
+    kl: float | None,
+) -> LayerRouting:
+    """One layer from its means over tokens, each a list of E numbers."""
+    is_static = len(names) == 1
+    # entropy is concave, so each term is at least 0 but for rounding
+    parts = [max(0.0, _entropy_term(s) - e) for s, e in zip(share, entropy, strict=True)]
+    return LayerRouting(
+        experts=names,
+        share=dict(zip(names, share, strict=True)),
+        top_share=dict(zip(names, top, strict=True)),
+        adaptivity=None if is_static else sum(parts),
+        adaptivity_by_expert=None if is_static else dict(zip(names, parts, strict=True)),
+        routing_entropy=None if is_static else 100.0 * sum(entropy) / math.log(len(names)),
+        projected_cost=sum(s * c for s, c in zip(share, costs, strict=True)),
+        kl=None if is_static else kl,
+    )
+
+
+def _entropy_term(share: float) -> float:
+    return -share * math.log(share) if share > 0.0 else 0.0
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,223 @@
+"""When a run reports, and where its figures go: ``metrics.jsonl`` and the console."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from meta_attention.evaluation.routing import RoutingSummary
+from meta_attention.training.checkpoints import clear_write_errors
+
+if TYPE_CHECKING:
+    from meta_attention.training.trainer import MetaAttentionTrainer
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Rows of a run; a last line that was cut off is left out."""
+    path = folder / METRICS_FILE
+    rows = []
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+class Flow(TrainerCallback):
+    """When to log and save beyond Trainer's own intervals, and which epoch it is."""
+
+    def __init__(self, trainer: "MetaAttentionTrainer") -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.logged_step = state.global_step
+        self.trainer.find_best()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        sampler = self.trainer.sampler
+        assert sampler is not None
+        sampler.epoch = state.global_step // sampler.steps_per_epoch
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        control.should_log |= self.trainer.is_logged_step(state.global_step)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        name = args.metric_for_best_model
+        if (
+            metrics
+            and name is not None
+            and self.trainer.is_in_train
+            and args.save_strategy == "steps"
+        ):
+            value = metrics[f"eval_{name.removeprefix('eval_')}"]
+            best = math.inf if state.best_metric is None else state.best_metric
+            control.should_save |= value < best
+
+
+class MetricsLog(TrainerCallback):
+    """Appends a row to ``metrics.jsonl`` for every logged step and every evaluation.
+
+    A run that goes on from an earlier step first drops the rows after it: they will be written
+    again, and the curve stays one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            rows = [row for row in read_metrics(self.folder) if row["step"] <= state.global_step]
+            with clear_write_errors(METRICS_FILE, self.folder):
+                draft = self.folder / f"{METRICS_FILE}.new"
+                draft.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+                draft.replace(self.folder / METRICS_FILE)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kind = kind_of(logs)
+        if kind is not None and state.is_world_process_zero:
+            row = {"step": state.global_step, "kind": kind} | (logs or {})
+            with (
+                clear_write_errors(METRICS_FILE, self.folder),
+                (self.folder / METRICS_FILE).open("a", encoding="utf-8") as stream,
+            ):
+                stream.write(json.dumps(row) + "\n")
+
+
+def kind_of(logs: dict[str, Any] | None) -> str | None:
+    """``"train"``, ``"eval"``, or None for what Trainer logs at the very end."""
+    if logs is None:
+        return None
+    return "train" if "loss" in logs else "eval" if "eval_task_loss" in logs else None
+
+
+class ConsoleProgress(TrainerCallback):
+    """A progress bar with the newest figures; plain lines where there is no terminal."""
+
+    def __init__(self, seconds_between_lines: float = 10.0) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self.console = Console(stderr=True)
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+        )
+        self.task = self.progress.add_task("")
+        self.pause, self.due = seconds_between_lines, 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.progress.update(self.task, total=state.max_steps, completed=state.global_step)
+        self.progress.start()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kind = kind_of(logs)
+        if logs is None or kind is None:
+            return
+        text = describe(logs)
+        if kind == "train":
+            self.progress.update(self.task, description=text)
+        is_last = state.global_step >= state.max_steps
+        if kind == "eval" or (
+            not self.console.is_terminal and (is_last or time.monotonic() >= self.due)
+        ):
+            self.due = time.monotonic() + self.pause
+            self.console.print(
+                f"step {state.global_step}/{state.max_steps}  {text}", soft_wrap=True
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back; called again after an error it does nothing."""
+        self.progress.stop()
+
+
+def flatten_routing(routing: RoutingSummary) -> dict[str, float]:
+    """A summary as names and numbers, as logs want it; what a static layer lacks is left out."""
+    figures: dict[str, float | None] = {
+        "adaptivity": routing.adaptivity,
+        "routing_entropy": routing.routing_entropy,
+        "expert_collapses": len(routing.collapsed_layers["expert"]),
+        "prior_collapses": len(routing.collapsed_layers["prior"]),
+    }
+    for index, layer in enumerate(routing.layers):
+        name = f"layer_{index}"
+        for expert in layer.experts:
+            figures[f"{name}/share/{expert}"] = layer.share[expert]
+            parts = layer.adaptivity_by_expert or {}
+            figures[f"{name}/adaptivity/{expert}"] = parts.get(expert)
+        figures[f"{name}/adaptivity"] = layer.adaptivity
+        figures[f"{name}/routing_entropy"] = layer.routing_entropy
+        figures[f"{name}/projected_cost"] = layer.projected_cost
+        figures[f"{name}/kl"] = layer.kl
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def describe(logs: dict[str, Any]) -> str:
+    """The figures a reader follows, in one line."""
+    if kind_of(logs) == "eval":
+        text = f"held out: {logs['eval_task_loss']:.4f} nats"
+        if "eval_bits_per_byte" in logs:
+            text += f", {logs['eval_bits_per_byte']:.3f} bits/byte"
+        return f"{text}, projected cost {logs['eval_projected_cost']:.3f}"
+    return (
+        f"loss {logs['loss']:.4f}  kl {logs['kl']:.3f}  "
+        f"cost {logs['projected_cost']:.3f}  {logs['tokens_per_s']:,.0f} tokens/s"
+    )

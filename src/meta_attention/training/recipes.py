@@ -1,0 +1,270 @@
+"""Named training runs: a recipe is a function that returns all settings of one.
+
+Every setting is a flag of ``meta-attention train`` by the same name. A recipe gives each a value;
+the flags given override it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, Self
+
+from meta_attention.config import ControllerName, MetaAttentionConfig, TrainingWeights
+from meta_attention.errors import ConfigError
+from meta_attention.training.schedule import Schedule
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+# a resumed run may change these: where the text lies (its content may not change), how often it
+# reports, and how a step is computed, which changes results by rounding only
+MAY_CHANGE = frozenset(
+    {
+        *("data", "eval_data", "max_bytes"),
+        *("eval_every", "save_every", "log_every"),
+        *("grad_accum", "compile", "gradient_checkpointing"),
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """All that determines a training run."""
+
+    recipe: str
+
+    # text -> blocks
+    data: tuple[str, ...] = ()
+    """Files, folders, globs or hub names; none: Python's own manual."""
+    eval_data: tuple[str, ...] = ()
+    """Text to evaluate on; none: a part of the data, held out."""
+    max_bytes: int | None = None
+    tokenizer: str
+    length: int
+    """Tokens of a block, T."""
+    isolate_documents: bool = False
+
+    # model
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int | None = None
+    window_size: int
+    experts: tuple[str, ...] = ("full", "linear", "local")
+    layer_experts: tuple[tuple[str, ...], ...] | None = None
+    """Experts of each layer; a shorter list is repeated."""
+    expert_costs: str | tuple[float, ...] = "flops"
+    shared_projections: bool = True
+    controller: ControllerName = "bayesian"
+    training_weights: TrainingWeights = "mean"
+
+    # training
+    steps: int
+    batch_size: int
+    """Blocks per step, over all processes and accumulated parts."""
+    grad_accum: int = 1
+    """Parts a batch is computed in, one after the other."""
+    lr: float
+    warmup: int
+    """Steps over which the learning rate rises; then it falls as a cosine to 0."""
+    weight_decay: float = 0.1
+    kl_weight: Schedule
+    cost_weight: float = 0.0
+    seed: int = 0
+    precision: Precision = "fp32"
+    compile: bool = False
+    gradient_checkpointing: bool = False
+
+    # what is kept of it
+    eval_every: int
+    """Steps between evaluations; 0: none, and the last model counts as the best."""
+    save_every: int
+    """Steps between checkpoints; the best evaluated model is saved besides."""
+    log_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "grad_accum", "save_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.eval_every < 0:
+            raise ConfigError(f"eval_every must be >= 0, got {self.eval_every}")
+        if self.batch_size % self.grad_accum:
+            raise ConfigError(
+                f"batch_size must be a multiple of grad_accum, got {self.batch_size} and "
+                f"{self.grad_accum}: a batch is computed in equal parts"
+            )
+        if not 0.0 < self.lr < float("inf"):
+            raise ConfigError(f"lr must be > 0, got {self.lr}")
+        if not 0 <= self.warmup <= self.steps:
+            raise ConfigError(
+                f"warmup must be between 0 and all {self.steps} steps, got {self.warmup}"
+            )
+        if min(self.kl_weight.start, self.kl_weight.end) < 0.0:
+            raise ConfigError(f"kl_weight must be >= 0, got {self.kl_weight}")
+        if self.precision not in ("fp32", "bf16", "fp16"):
+            raise ConfigError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
+
+    def model_config(self, **of_tokenizer: Any) -> MetaAttentionConfig:
+        """The model of this run, for a vocabulary."""
+        return MetaAttentionConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads,
+            max_position_embeddings=self.length,
+            window_size=self.window_size,
+            experts=self.experts,
+            layer_experts=self._repeated_layer_experts(),
+            expert_costs=self.expert_costs,
+            shared_projections=self.shared_projections,
+            controller=self.controller,
+            training_weights=self.training_weights,
+            kl_weight=self.kl_weight.end,
+            cost_weight=self.cost_weight,
+            **of_tokenizer,
+        )
+
+    def _repeated_layer_experts(self) -> tuple[tuple[str, ...], ...] | None:
+        if self.layer_experts is None:
+            return None
+        times, rest = divmod(self.layers, len(self.layer_experts))
+        if rest:
+            raise ConfigError(
+                f"layer_experts must name {self.layers} layers or a pattern that repeats to as "
+                f"many, got {len(self.layer_experts)}"
+            )
+        return self.layer_experts * times
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as :meth:`from_dict` reads it."""
+        return asdict(self) | {"kl_weight": str(self.kl_weight)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Settings that were written as JSON."""
+        known = {field.name for field in fields(cls)}
+        kept = {name: _frozen(value) for name, value in values.items() if name in known}
+        return cls(**kept | {"kl_weight": Schedule.parse(str(values["kl_weight"]))})
+
+    def differences(self, other: Self) -> dict[str, tuple[Any, Any]]:
+        """Settings that differ and that a resumed run may not change: name -> (own, other's)."""
+        own, others = self.to_dict(), other.to_dict()
+        return {
+            name: (own[name], others[name])
+            for name in own
+            if name not in MAY_CHANGE and own[name] != others[name]
+        }
+
+
+def tiny() -> Settings:
+    """The paper's Tiny LM: characters, D=128, 2 layers, T=64; its KL weight is 1 throughout."""
+    return Settings(
+        recipe="tiny",
+        tokenizer="characters",
+        length=64,
+        hidden_size=128,
+        layers=2,
+        heads=4,
+        window_size=8,
+        expert_costs="paper",
+        shared_projections=False,
+        steps=2000,
+        batch_size=32,
+        lr=1e-3,
+        warmup=100,
+        kl_weight=Schedule.constant(1.0),
+        eval_every=500,
+        save_every=500,
+    )
+
+
+def bytes_small() -> Settings:
+    """About 5M parameters on bytes, T=1024; minutes on a GPU."""
+    return Settings(
+        recipe="bytes-small",
+        tokenizer="bytes",
+        length=1024,
+        hidden_size=256,
+        layers=6,
+        heads=4,
+        window_size=32,
+        steps=2400,
+        batch_size=32,
+        lr=1e-3,
+        warmup=100,
+        # capability first, economy second: a KL that bites early removes full attention for good
+        kl_weight=Schedule(0.0, 0.1, 0.5, 0.75),
+        precision="bf16",
+        eval_every=400,
+        save_every=400,
+    )
+
+
+def demo() -> Settings:
+    """A small model on Python's manual; less than a minute on a CPU."""
+    return Settings(
+        recipe="demo",
+        tokenizer="characters",
+        length=128,
+        hidden_size=64,
+        layers=2,
+        heads=4,
+        window_size=16,
+        steps=300,
+        batch_size=16,
+        lr=3e-3,
+        warmup=30,
+        kl_weight=Schedule(0.0, 0.1, 0.5, 0.75),
+        eval_every=100,
+        save_every=100,
+    )
+
+
+RECIPES: dict[str, Callable[[], Settings]] = {
+    "demo": demo,
+    "tiny": tiny,
+    "bytes-small": bytes_small,
+}
+
+
+def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
+    """A recipe with some of its settings replaced.
+
+    A shorter run than the recipe's has a warm-up of at most a tenth of it, and experts for all
+    layers replace a recipe's experts per layer.
+    """
+    if recipe not in RECIPES:
+        raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    settings, changed = RECIPES[recipe](), dict(overrides)
+    if "steps" in changed and changed["steps"] > 0:
+        changed.setdefault("warmup", min(settings.warmup, changed["steps"] // 10))
+    if "experts" in changed and "layer_experts" not in changed:
+        changed["layer_experts"] = None
+    return replace(settings, **changed)
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """``"full,local"`` -> its names."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ConfigError(f"names must be separated by single commas, got {text!r}")
+    return names
+
+
+def parse_layer_experts(text: str) -> tuple[tuple[str, ...], ...]:
+    """``"local,full+local"`` -> the experts of each layer: commas part layers, + experts."""
+    return tuple(parse_names(layer.replace("+", ",")) for layer in parse_names(text))
+
+
+def parse_costs(text: str) -> str | tuple[float, ...]:
+    """``"paper"``, ``"flops"``, or numbers separated by commas."""
+    if text in ("paper", "flops"):
+        return text
+    try:
+        return tuple(float(cost) for cost in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"expert_costs must be paper, flops or numbers separated by commas, got {text!r}"
+        ) from None
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -1,0 +1,310 @@
+"""Transformers' Trainer with the routing objective: schedules, parts logged apart, safe saves.
+
+The loss of a batch does not depend on how it is computed: on one process or several, at once or
+in accumulated parts. The task loss is a mean over all predicted tokens of the batch, the KL and
+the cost are means over all its tokens, each counted once.
+
+Shapes: B batch, T sequence, F figures of a row.
+"""
+
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+
+from meta_attention.errors import ConfigError
+from meta_attention.evaluation.routing import RoutingTally
+from meta_attention.objective import routing_loss
+from meta_attention.training.checkpoints import TrainingError, clear_write_errors, step_of
+from meta_attention.training.logs import Flow, flatten_routing
+from meta_attention.training.packing import IGNORED, PackedDataset
+from meta_attention.training.sampler import BlockSampler
+from meta_attention.training.schedule import Schedule
+
+Batch = dict[str, Tensor]
+
+
+class MetaAttentionTrainer(Trainer):
+    """Trains a routed language model on blocks of one length.
+
+    Args:
+        model: A model that returns ``task_loss``, ``kl`` and ``projected_cost``.
+        args: Trainer's own arguments. Batches are dropped, not shortened, at the end of an epoch.
+        train_dataset: Blocks with ``input_ids`` and ``labels``, and ``document_ids`` if the
+            documents of a block do not see each other.
+        eval_dataset: Blocks to evaluate on; :class:`PackedDataset` gives bits per byte.
+        kl_weight: Weight of the KL in the course of training; default: the config's.
+        cost_weight: Weight of the projected cost; default: the config's.
+        kwargs: As for Trainer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        train_dataset: Dataset[Batch] | None = None,
+        eval_dataset: Dataset[Batch] | None = None,
+        kl_weight: Schedule | None = None,
+        cost_weight: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        config: Any = model.config
+        self.kl_weight = kl_weight or Schedule.constant(config.kl_weight)
+        self.cost_weight = config.cost_weight if cost_weight is None else cost_weight
+        # several GPUs in one process would be DataParallel, which is slower and splits the loss
+        args._n_gpu = min(args.n_gpu, 1)
+        super().__init__(
+            model,
+            args,
+            data_collator=default_data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            compute_metrics=self._reduce_rows,
+            **kwargs,
+        )
+        if _wants_fsdp(args) and not self.is_fsdp_enabled:
+            raise ConfigError(
+                "FSDP must have several processes with a GPU each, got "
+                f"{self.args.world_size} on {self.args.device.type}; leave FSDP out"
+            )
+        for console in (PrinterCallback, ProgressCallback):
+            self.remove_callback(console)
+        self.add_callback(Flow(self))
+        self.sampler: BlockSampler | None = None
+        self._tally = RoutingTally.of(model)
+        self._parts = torch.zeros(4)
+        self._num_tokens = 0
+        self.logged_step = 0
+        self._clock: float | None = None
+
+    # --- objective ---
+
+    @property
+    def progress(self) -> float:
+        """How far training is: 0 during the first step, 1 during the last."""
+        return self._progress_after(self.state.global_step)
+
+    def _progress_after(self, steps: int) -> float:
+        return min(1.0, steps / max(1, self.state.max_steps - 1))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """This process's and this part's share of the batch's loss.
+
+        Args:
+            model: The model, wrapped or not.
+            inputs: A batch, or a part of one.
+            return_outputs: Return the model's outputs as well.
+            num_items_in_batch: Tokens predicted in the whole batch, over all its parts and
+                processes.
+        """
+        if self._clock is None:
+            self._clock = time.perf_counter()
+        is_logged = self.is_logged_step(self.state.global_step + 1)
+        out = model(**inputs, use_cache=False, output_routing=is_logged)
+        task, kl, cost = out.task_loss, out.kl, out.projected_cost
+        if num_items_in_batch is not None:
+            # Trainer takes a loss that knows this count as it is; gradients of processes are
+            # averaged, so each counts as all of them
+            num_predicted = (inputs["labels"][:, 1:] != IGNORED).sum()
+            task = task * (num_predicted * self.args.world_size / num_items_in_batch)
+            # blocks have one length, so their parts weigh the same
+            parts = self.current_gradient_accumulation_steps
+            kl, cost = kl / parts, cost / parts
+        weight = self.kl_weight(self.progress)
+        loss = routing_loss(task, kl, kl_weight=weight, cost=cost, cost_weight=self.cost_weight)
+
+        values = torch.stack([task, kl, weight * kl, cost]).detach()
+        self._parts = self._parts.to(values) + values
+        self._num_tokens += inputs["input_ids"].numel()
+        if is_logged:
+            self._tally.add(self._believed_weights(out), None, out.concentrations)
+        return (loss, out) if return_outputs else loss
+
+    def _believed_weights(self, out: Any) -> list[Tensor]:
+        """Routing weights without the noise of a training sample."""
+        return [
+            weights if concentration is None else concentration / concentration.sum(-1, True)
+            for weights, concentration in zip(out.routing_weights, out.concentrations, strict=True)
+        ]
+
+    # --- data ---
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        batch_size = self.get_total_train_batch_size(self.args)
+        self.sampler = BlockSampler(dataset, batch_size, self.args.data_seed or self.args.seed)
+        return self.sampler
+
+    # --- logs ---
+
+    def is_logged_step(self, step: int) -> bool:
+        """Whether the step ends a window of the log.
+
+        Evaluated and saved steps do, so that a resumed run has the windows of an unbroken one.
+        """
+        state, args = self.state, self.args
+        every = [state.logging_steps]
+        if args.eval_strategy == "steps":
+            every.append(state.eval_steps)
+        if args.save_strategy == "steps":
+            every.append(state.save_steps)
+        return step in (1, state.max_steps) or any(step % n == 0 for n in every if n)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the parts of the loss and the routing to what Trainer logs of a window."""
+        if "loss" in logs:
+            logs.update(self._close_window())
+            if not math.isfinite(logs["loss"]):
+                raise TrainingError(
+                    f"the loss must be finite, got {logs['loss']} at step "
+                    f"{self.state.global_step}; lower the learning rate or train in fp32 or bf16"
+                )
+        super().log(logs, start_time)
+        # metrics.jsonl keeps the layers; every checkpoint would keep all of them again
+        row = self.state.log_history[-1]
+        self.state.log_history[-1] = {k: v for k, v in row.items() if "layer_" not in k}
+
+    def _close_window(self) -> dict[str, float]:
+        """Means over the steps since the last log, over all processes."""
+        reduce: Any = self.accelerator.reduce
+        num_steps = max(1, self.state.global_step - self.logged_step)
+        task, kl, kl_loss, cost = (reduce(self._parts, "mean") / num_steps).tolist()
+        self._tally.sums = reduce(self._tally.sums.to(self._parts.device), "sum")
+        routing = self._tally.summary()
+        seconds = time.perf_counter() - (self._clock or 0.0)
+        figures = {
+            "task_loss": task,
+            "kl": kl,
+            "kl_weight": self.kl_weight(self._progress_after(self.state.global_step - 1)),
+            "kl_loss": kl_loss,
+            "projected_cost": cost,
+            "cost_loss": self.cost_weight * cost,
+            "tokens_per_s": self._num_tokens * self.args.world_size / seconds,
+        } | flatten_routing(routing)
+        self._parts, self._num_tokens, self._clock = torch.zeros(4), 0, None
+        self.logged_step = self.state.global_step
+        self._tally.sums = torch.zeros_like(self._tally.sums)
+        return figures
+
+    # --- evaluation ---
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As Trainer's; its time does not count as training."""
+        begin = time.perf_counter()
+        metrics = super().evaluate(*args, **kwargs)
+        if self._clock is not None:
+            self._clock += time.perf_counter() - begin
+        return metrics
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Batch,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[None, Tensor, Tensor]:
+        """Sums of every row ``[B, F]``, which Trainer gathers without counting a row twice."""
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.pop("labels")[:, 1:]  # [B, T - 1]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            out = model(**inputs, use_cache=False, output_routing=True)
+        losses = F.cross_entropy(  # [B, T - 1]
+            out.logits[:, :-1].transpose(1, 2).float(),
+            labels,
+            ignore_index=IGNORED,
+            reduction="none",
+        )
+        routing = self._tally.count(out.routing_weights, None, out.concentrations)
+        nats = losses.sum(dim=1, dtype=routing.dtype)
+        num_predicted = (labels != IGNORED).sum(dim=1)
+        rows = torch.cat([torch.stack([nats, num_predicted.to(nats)], dim=1), routing], dim=1)
+        # Trainer reduces nothing without labels
+        return None, rows, num_predicted.unsqueeze(1)
+
+    def _reduce_rows(self, prediction: EvalPrediction) -> dict[str, float]:
+        """Figures of an evaluation, from the sums of its rows."""
+        nats, num_predicted, *sums = torch.as_tensor(prediction.predictions).sum(dim=0).tolist()
+        routing = self._tally.summary_of(torch.tensor(sums, dtype=torch.float64))
+        task_loss = nats / num_predicted
+        kl_loss = self.kl_weight(self.progress) * (routing.kl or 0.0)
+        metrics = {
+            "loss": task_loss + kl_loss + self.cost_weight * routing.projected_cost,
+            "task_loss": task_loss,
+            # a loss this high is no language model, and JSON has no infinity
+            "perplexity": math.exp(min(task_loss, 700.0)),
+            "kl": routing.kl or 0.0,
+            "projected_cost": routing.projected_cost,
+        }
+        if isinstance(self.eval_dataset, PackedDataset):
+            metrics["bits_per_byte"] = self.eval_dataset.bits_per_byte(task_loss)
+        return metrics | flatten_routing(routing)
+
+    # --- checkpoints ---
+
+    def train_from(self, checkpoint: Path | None) -> None:
+        """Train to the end, from a checkpoint or from scratch, and load the best model."""
+        if checkpoint is None or int(step_of(checkpoint)) < self.args.max_steps:
+            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        else:
+            # the run was stopped between its last step and its end
+            if self.is_fsdp_enabled:
+                prepared = self.accelerator.prepare(self.model, self.create_optimizer())
+                self.model, self.optimizer = prepared
+                self.model_wrapped = self.model
+            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            self._load_from_checkpoint(str(checkpoint))
+        self.find_best()
+        if self.state.best_model_checkpoint is not None:
+            self._load_best_model()
+
+    def save_whole_model(self, folder: Path) -> None:
+        """Save the model for ``from_pretrained``, also if its checkpoints are shards."""
+        if self.is_fsdp_enabled:
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        self.save_model(str(folder))
+
+    def find_best(self) -> None:
+        """Look for the best checkpoint where it is now; the folder may have been moved."""
+        best = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.best_global_step}"
+        self.state.best_model_checkpoint = str(best) if best.is_dir() else None
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(str(self.args.output_dir))
+        target = folder / f"checkpoint-{self.state.global_step}"
+        with clear_write_errors(f"the checkpoint of step {self.state.global_step}", folder):
+            try:
+                super()._save_checkpoint(model, trial)
+            except BaseException:
+                # half of a checkpoint helps nobody, least of all on a full disk
+                if self.args.should_save:
+                    shutil.rmtree(target, ignore_errors=True)
+                raise
+
+
+def _wants_fsdp(args: TrainingArguments) -> bool:
+    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"

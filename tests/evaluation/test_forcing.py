@@ -1,0 +1,101 @@
+"""Forcing experts, and the figures judged by it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
+from meta_attention.errors import ConfigError
+from meta_attention.evaluation.calibration import expected_calibration_error
+from meta_attention.evaluation.forcing import RouteJudge, attention_layers, force_expert
+
+IDS = torch.arange(24).reshape(2, 12) * 7 % 256
+
+
+def run(model):
+    with torch.no_grad():
+        return model(IDS, output_routing=True)
+
+
+@pytest.mark.parametrize("expert", [0, 1, 2])
+def test_a_forced_expert_takes_every_token_of_its_layer_only(expert, model):
+    free = run(model)
+    with force_expert(model, [0], expert):
+        forced = run(model)
+    wanted = F.one_hot(torch.full((2, 12), expert), 3).float()
+    torch.testing.assert_close(forced.routing_weights[0], wanted, rtol=0, atol=0)
+    assert forced.routing_weights[2].unique().numel() > 2
+    costs = attention_layers(model)[0].controller.costs
+    change = (costs[expert] - (free.routing_weights[0] * costs).sum(-1).mean()) / 3
+    others = (forced.routing_weights[2] - free.routing_weights[2]) * torch.tensor([1.0, 0.3])
+    change = change + others.sum(-1).mean() / 3
+    torch.testing.assert_close(forced.projected_cost, free.projected_cost + change)
+
+
+def test_a_forced_layer_computes_what_a_static_one_does(model, config):
+    static = MetaAttentionConfig(
+        **config.to_diff_dict() | {"layer_experts": [["local"], ["local"], ["full"]]}
+    )
+    other = MetaAttentionForCausalLM(static).eval()
+    other.load_state_dict(model.state_dict(), strict=False)
+    with force_expert(model, [0], 2), force_expert(model, [2], 0):
+        torch.testing.assert_close(run(model).logits, run(other).logits)
+
+
+def test_afterwards_the_model_is_as_before(model):
+    before, names = run(model), list(model.state_dict())
+    with force_expert(model, [0, 2, 0], 1):
+        assert not torch.equal(run(model).logits, before.logits)
+    torch.testing.assert_close(run(model).logits, before.logits, rtol=0, atol=0)
+    assert list(model.state_dict()) == names
+
+
+def test_an_error_inside_restores_the_model(model):
+    controllers = [layer.controller for layer in attention_layers(model)]
+    with pytest.raises(RuntimeError, match="inside"), force_expert(model, [0, 2], 0):
+        raise RuntimeError("inside")
+    assert [layer.controller for layer in attention_layers(model)] == controllers
+
+
+@pytest.mark.parametrize(("layers", "expert"), [([3], 0), ([-1], 0), ([0, 2], 2), ([0], -1)])
+def test_a_layer_or_expert_that_is_not_there_is_refused(layers, expert, model):
+    controllers = [layer.controller for layer in attention_layers(model)]
+    with pytest.raises(ConfigError, match="must be below"), force_expert(model, layers, expert):
+        pass
+    assert [layer.controller for layer in attention_layers(model)] == controllers
+
+
+def test_regret_and_calibration_are_their_definitions(model):
+    """Losses that are known for each forced expert of layer 0; layer 2 changes nothing."""
+    torch.manual_seed(1)
+    chosen = torch.rand(50, dtype=torch.float64)
+    table = torch.rand(50, 3, dtype=torch.float64)
+    weights = [torch.rand(50, 3).softmax(-1), torch.ones(50, 1), torch.rand(50, 2).softmax(-1)]
+
+    def rescore():
+        layer = attention_layers(model)[0].controller
+        return table[:, layer.expert_index] if hasattr(layer, "expert_index") else chosen
+
+    judge = RouteJudge(model)
+    assert judge.num_passes == 5
+    judge.add(chosen, weights, rescore)
+    judge.add(chosen, weights, rescore)
+    verdict = judge.verdict()
+    first, last = verdict.layers
+    assert (first.layer, last.layer) == (0, 2)
+    assert first.regret == pytest.approx((chosen - table.min(-1).values).mean().item())
+    assert first.static_regret == pytest.approx((chosen.mean() - table.mean(0).min()).item())
+    assert list(first.forced_loss.values()) == pytest.approx(table.mean(0).tolist())
+    assert sum(first.best_share.values()) == pytest.approx(1.0)
+    top = weights[0].max(-1)
+    assert first.routing_ece == pytest.approx(
+        expected_calibration_error(top.values, top.indices == table.argmin(-1))
+    )
+    assert last.regret == pytest.approx(0.0, abs=1e-9)
+    assert verdict.regret == pytest.approx((first.regret + last.regret) / 2)
+
+
+def test_a_model_without_choices_cannot_be_judged(config):
+    config.layer_experts = [["full"], ["local"], ["full"]]
+    with pytest.raises(ConfigError, match="more than one"):
+        RouteJudge(MetaAttentionForCausalLM(config))

@@ -1,0 +1,64 @@
+"""Schedules: the direction is the one written, and the text form says it all."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meta_attention.errors import ConfigError
+from meta_attention.training.schedule import Schedule
+
+
+def test_a_number_is_constant():
+    schedule = Schedule.parse("0.1")
+    assert schedule.is_constant
+    assert [schedule(p) for p in (0.0, 0.5, 1.0)] == [0.1, 0.1, 0.1]
+
+
+def test_a_rise_waits_for_its_beginning_and_stays_at_its_end():
+    schedule = Schedule.parse("0->0.1@0.5:0.75")
+    assert schedule == Schedule(0.0, 0.1, 0.5, 0.75)
+    values = [schedule(p) for p in (0.0, 0.5, 0.625, 0.75, 1.0)]
+    assert values == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
+
+
+def test_the_direction_is_the_one_written():
+    assert Schedule.parse("1 -> 0")(0.25) == 0.75
+    assert Schedule.parse("0 -> 1")(0.25) == 0.25
+    assert Schedule.parse("-2->-1e-1@0:1")(1.0) == -0.1
+
+
+def test_equal_moments_are_a_jump():
+    schedule = Schedule(0.0, 1.0, 0.5, 0.5)
+    assert (schedule(0.499), schedule(0.5)) == (0.0, 1.0)
+
+
+values = st.integers(-100, 100).map(lambda n: n / 10)
+moments = st.tuples(st.integers(0, 100), st.integers(0, 100)).map(sorted)
+
+
+@given(start=values, end=values, moment=moments, progress=st.floats(0, 1))
+def test_values_stay_between_the_ends_and_the_text_reads_back(start, end, moment, progress):
+    schedule = Schedule(start, end, moment[0] / 100, moment[1] / 100)
+    low, high = sorted((start, end))
+    assert low - 1e-9 <= schedule(progress) <= high + 1e-9
+    again = Schedule.parse(str(schedule))
+    assert again(progress) == pytest.approx(schedule(progress), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "high", "0->", "->1", "0->1@0.5", "0->1@:", "0 1", "0->1@0.5:0.7:1", "nan", "inf"]
+)
+def test_other_text_is_refused_with_the_forms_there_are(text):
+    with pytest.raises(ConfigError, match="START->END@BEGIN:FINISH"):
+        Schedule.parse(text)
+
+
+@pytest.mark.parametrize("text", ["0->1@0.7:0.5", "0->1@0:2", "0->1@-1:1"])
+def test_moments_outside_training_or_reversed_are_refused(text):
+    with pytest.raises(ConfigError, match="0 <= begin <= finish"):
+        Schedule.parse(text)
+
+
+def test_values_that_are_not_finite_are_refused():
+    with pytest.raises(ConfigError, match="finite values"):
+        Schedule(0.0, float("inf"))

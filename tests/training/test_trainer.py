@@ -1,0 +1,288 @@
+"""The Trainer: the objective, however a batch is computed, and what is logged of it."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
+from meta_attention.errors import ConfigError
+from meta_attention.objective import routing_loss
+from meta_attention.training.checkpoints import TrainingError
+from meta_attention.training.corpus import Corpus, embedded_corpus
+from meta_attention.training.logs import MetricsLog, read_metrics
+from meta_attention.training.packing import pack
+from meta_attention.training.recipes import demo
+from meta_attention.training.run import _training_arguments
+from meta_attention.training.schedule import Schedule
+from meta_attention.training.tokenizer import build_tokenizer
+from meta_attention.training.trainer import MetaAttentionTrainer
+
+# short documents, so that most blocks hold several
+TEXT = Corpus("test", [text[:700] for text in embedded_corpus().documents[:40]])
+TOKENIZER = build_tokenizer("bytes", TEXT)
+
+
+def blocks(length=32, **kwargs):
+    return pack(TEXT, TOKENIZER, length, **kwargs)
+
+
+def build_model(seed=0, **fields):
+    torch.manual_seed(seed)
+    fields = {"kl_weight": 0.5, "num_hidden_layers": 2, "num_attention_heads": 2} | fields
+    return MetaAttentionForCausalLM(
+        MetaAttentionConfig(
+            vocab_size=len(TOKENIZER),
+            hidden_size=32,
+            controller_hidden_size=16,
+            max_position_embeddings=64,
+            window_size=4,
+            pad_token_id=TOKENIZER.pad_token_id,
+            eos_token_id=TOKENIZER.eos_token_id,
+            **fields,
+        )
+    )
+
+
+def build_trainer(folder, model=None, train=None, valid=None, callbacks=(), **arguments):
+    settings = demo()
+    args = _training_arguments(settings, folder)
+    arguments = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 8,
+        "logging_steps": 1,
+        "eval_strategy": "no",
+        "save_strategy": "no",
+        "warmup_steps": 0,
+    } | arguments
+    kl_weight = arguments.pop("kl_weight", None)
+    cost_weight = arguments.pop("cost_weight", None)
+    for name, value in arguments.items():
+        setattr(args, name, value)
+    return MetaAttentionTrainer(
+        model or build_model(),
+        args,
+        train_dataset=train or blocks(),
+        eval_dataset=valid,
+        kl_weight=kl_weight,
+        cost_weight=cost_weight,
+        callbacks=[MetricsLog(folder), *callbacks],
+    )
+
+
+class KeepGradients(TrainerCallback):
+    """Gradients of the first step, before they are used."""
+
+    def __init__(self):
+        self.gradients = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not self.gradients:
+            self.gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def train_rows(folder):
+    return [row for row in read_metrics(folder) if row["kind"] == "train"]
+
+
+def test_loss_falls_on_the_embedded_corpus(tmp_path):
+    trainer = build_trainer(tmp_path, max_steps=60, per_device_train_batch_size=16, logging_steps=5)
+    trainer.train()
+    first, *_, last = train_rows(tmp_path)
+    assert first["task_loss"] == pytest.approx(math.log(len(TOKENIZER)), abs=0.2)
+    assert last["task_loss"] < first["task_loss"] - 1.5
+
+
+def test_logged_loss_is_the_sum_of_its_parts(tmp_path):
+    schedule = Schedule(0.0, 0.8)
+    trainer = build_trainer(
+        tmp_path, max_steps=9, logging_steps=4, kl_weight=schedule, cost_weight=0.3
+    )
+    trainer.train()
+    rows = train_rows(tmp_path)
+    assert [row["step"] for row in rows] == [1, 4, 8, 9]
+    for row in rows:
+        parts = row["task_loss"] + row["kl_loss"] + row["cost_loss"]
+        assert row["loss"] == pytest.approx(parts, abs=1e-5)
+        assert row["cost_loss"] == pytest.approx(0.3 * row["projected_cost"])
+    # the schedule reaches its end with the last step
+    assert [row["kl_weight"] for row in rows] == pytest.approx([0.0, 0.3, 0.7, 0.8])
+    assert rows[-1]["kl_loss"] == pytest.approx(0.8 * rows[-1]["kl"])
+
+
+def test_the_config_is_not_changed_by_the_schedule(tmp_path):
+    trainer = build_trainer(tmp_path, kl_weight=Schedule(0.0, 3.0))
+    before = trainer.model.config.to_dict()
+    trainer.train()
+    assert trainer.model.config.to_dict() == before
+    assert before["use_cache"] is True
+
+
+def test_first_loss_is_the_objective_of_the_first_batch(tmp_path):
+    model = build_model()
+    trainer = build_trainer(tmp_path, model, max_steps=1)
+    dataset = trainer.train_dataset
+    order = list(trainer._get_train_sampler())
+    batch = torch.stack([dataset[index]["input_ids"] for index in order[:8]])
+    with torch.no_grad():
+        out = build_model()(batch, labels=batch)
+    trainer.train()
+    (row,) = train_rows(tmp_path)
+    expected = routing_loss(out.task_loss, out.kl, kl_weight=0.5)
+    assert row["loss"] == pytest.approx(expected.item(), abs=1e-5)
+    assert row["task_loss"] == pytest.approx(out.task_loss.item(), abs=1e-5)
+    assert row["kl"] == pytest.approx(out.kl.item(), abs=1e-5)
+    assert row["projected_cost"] == pytest.approx(out.projected_cost.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("isolate", [False, True], ids=["joined", "isolated"])
+def test_accumulated_parts_give_the_loss_and_gradients_of_the_whole(isolate, tmp_path):
+    # isolated documents make the number of predicted tokens differ from part to part
+    data = blocks(isolate_documents=isolate)
+    results = {}
+    for size, parts in ((8, 1), (4, 2), (2, 4)):
+        keep, folder = KeepGradients(), tmp_path / f"{size}"
+        folder.mkdir()
+        build_trainer(
+            folder,
+            train=data,
+            callbacks=[keep],
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=parts,
+            cost_weight=0.2,
+        ).train()
+        results[size] = [row["loss"] for row in train_rows(folder)], keep.gradients
+    losses, gradients = results[8]
+    for other, other_gradients in (results[4], results[2]):
+        assert other == pytest.approx(losses, abs=1e-5)
+        torch.testing.assert_close(other_gradients, gradients, atol=1e-6, rtol=1e-4)
+
+
+def test_rows_have_every_figure(tmp_path):
+    layer_experts = [["full", "linear", "local"], ["local"], ["full", "local"]]
+    model = build_model(num_hidden_layers=3, layer_experts=layer_experts)
+    build_trainer(tmp_path, model, max_steps=1).train()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    (row,) = [json.loads(line) for line in text.splitlines()]
+    assert {
+        "step",
+        "loss",
+        "task_loss",
+        "kl",
+        "kl_weight",
+        "projected_cost",
+        "adaptivity",
+        "routing_entropy",
+        "expert_collapses",
+        "prior_collapses",
+        "tokens_per_s",
+        "learning_rate",
+        "grad_norm",
+        "epoch",
+    } <= set(row)
+    for index, experts in enumerate(layer_experts):
+        shares = [row[f"layer_{index}/share/{expert}"] for expert in experts]
+        assert sum(shares) == pytest.approx(1.0, abs=1e-5)
+        is_static = len(experts) == 1
+        assert (f"layer_{index}/adaptivity" in row) is not is_static
+        assert (f"layer_{index}/kl" in row) is not is_static
+        for expert in experts:
+            assert (f"layer_{index}/adaptivity/{expert}" in row) is not is_static
+    assert row["tokens_per_s"] > 0
+
+
+def test_routing_is_returned_on_logged_steps_only(tmp_path):
+    model = build_model()
+    asked = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: asked.append(kwargs["output_routing"]), with_kwargs=True
+    )
+    build_trainer(tmp_path, model, max_steps=6, logging_steps=3).train()
+    assert asked == [True, False, True, False, False, True]
+
+
+def test_evaluation_agrees_with_the_model_and_weighs_tokens(tmp_path):
+    valid = blocks(isolate_documents=True)
+    model = build_model()
+    trainer = build_trainer(tmp_path, model, valid=valid, per_device_eval_batch_size=7)
+    metrics = trainer.evaluate()
+    nats, tokens, costs = 0.0, 0, []
+    with torch.no_grad():
+        for block in valid:
+            out = model(**{name: value.unsqueeze(0) for name, value in block.items()})
+            predicted = (block["labels"][1:] != -100).sum().item()
+            nats, tokens = nats + out.task_loss.item() * predicted, tokens + predicted
+            costs.append(out.projected_cost.item())
+    assert tokens == valid.num_target_tokens
+    task_loss = metrics["eval_task_loss"]
+    assert task_loss == pytest.approx(nats / tokens, rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(math.exp(task_loss))
+    assert metrics["eval_bits_per_byte"] == pytest.approx(valid.bits_per_byte(task_loss))
+    assert metrics["eval_projected_cost"] == pytest.approx(sum(costs) / len(costs), rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(task_loss + 0.5 * metrics["eval_kl"])
+
+
+def test_static_baselines_and_a_prior_free_controller_train(tmp_path):
+    for name, fields in {
+        "full": {"experts": ["full"]},
+        "hybrid": {"layer_experts": [["local"], ["full"]]},
+        "prior_free": {"controller": "prior_free", "cost_weight": 0.1},
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        build_trainer(folder, build_model(**fields), valid=blocks(), max_steps=2).train()
+        rows = train_rows(folder)
+        assert rows[-1]["kl"] == 0.0
+        assert ("adaptivity" in rows[-1]) is (name == "prior_free")
+
+
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "bf16"])
+def test_cheaper_steps_follow_the_same_curve(option, tmp_path):
+    losses = {}
+    for value in (False, True):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        arguments = {option: value}
+        if option == "bf16":
+            arguments["mixed_precision"] = "bf16" if value else "no"
+        build_trainer(folder, max_steps=3, **arguments).train()
+        losses[value] = [row["loss"] for row in train_rows(folder)]
+    assert losses[True] == pytest.approx(losses[False], abs=1e-5 if option != "bf16" else 0.02)
+    assert option != "bf16" or losses[True] != losses[False]
+
+
+def test_a_sampled_run_logs_what_it_believes_not_what_it_drew(tmp_path):
+    # at initialisation every token has nearly the same posterior; its samples differ widely
+    model = build_model(training_weights="sample")
+    build_trainer(tmp_path, model, max_steps=1).train()
+    (row,) = train_rows(tmp_path)
+    assert row["adaptivity"] < 0.01
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
+    model = build_model()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    with pytest.raises(TrainingError, match="the loss must be finite, got nan at step 1"):
+        build_trainer(tmp_path, model).train()
+
+
+def test_fsdp_without_gpus_is_refused_not_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="several processes with a GPU each, got 1 on cpu"):
+        build_trainer(tmp_path)
+
+
+def test_plain_training_arguments_are_enough(tmp_path):
+    args = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        use_cpu=True,
+        report_to="none",
+        dataloader_pin_memory=False,
+        save_strategy="no",
+    )
+    trainer = MetaAttentionTrainer(build_model(), args, train_dataset=blocks())
+    assert trainer.train().global_step == 2
