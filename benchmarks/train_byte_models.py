@@ -81,17 +81,18 @@ def main() -> None:
     for corpus, variant in failed:
         print(f"error: {corpus.partition('=')[0]}, {variant} failed; see its log", file=sys.stderr)
     print(f"trained in {time.time() - started:.0f} s", flush=True)
+    rows = [result(args, *job) for job in jobs if job not in failed]
     document = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "settings": {k: str(v) for k, v in vars(args).items()},
-        "rows": [result(args, *job) for job in jobs if job not in failed],
+        "rows": rows,
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(document, indent=1) + "\n")
-    for row in document["rows"]:  # type: ignore[union-attr]
+    for row in rows:
         print(row["corpus"], row["variant"], row["test"]["bits_per_byte"])
     sys.exit(bool(failed))
 

@@ -16,7 +16,8 @@ STAGES = [
     {"routing"},
     {"layers", "objective"},
     {"models", "testing"},
-    {"training", "evaluation"},
+    {"evaluation"},
+    {"training", "report"},
     {"cli"},
 ]
 ORDER = {name: stage for stage, names in enumerate(STAGES) for name in names}

@@ -45,17 +45,19 @@ def test_no_seeds_is_refused():
     assert "--seeds" in result.output
 
 
-def test_help_has_examples_and_does_not_load_torch():
+@pytest.mark.parametrize("command", ["check", "train", "evaluate", "generate", "inspect"])
+def test_help_has_examples_and_does_not_load_torch(command):
     code = (
         "import sys\n"
-        "from meta_attention.cli import app\n"
-        "try:\n    app(['check', '--help'])\n"
+        "sys.argv = ['meta-attention', sys.argv[1], '--help']\n"
+        "from meta_attention.cli import main\n"
+        "try:\n    main()\n"
         "except SystemExit as stop:\n    assert stop.code == 0\n"
         "assert 'torch' not in sys.modules, 'torch was loaded'\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert "meta-attention check --seeds 100" in result.stdout
+    assert f"meta-attention {command} " in result.stdout.partition("examples:")[2]
 
 
 def test_an_error_raised_on_purpose_is_one_line(monkeypatch, capsys):
