@@ -36,8 +36,8 @@ def load_worker():
     return module
 
 
-def launch(out: Path, *flags: str, processes: int = 2) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+def launch(out, *flags):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
         [sys.executable, *launcher, str(WORKER), str(out), json.dumps(OVERRIDES), *flags],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -50,19 +50,17 @@ def launch(out: Path, *flags: str, processes: int = 2) -> subprocess.CompletedPr
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The run on one process."""
-    from meta_attention.training.schedule import Schedule
-
     out = tmp_path_factory.mktemp("alone") / "run"
-    load_worker().run(out, OVERRIDES | {"kl_weight": Schedule.parse(OVERRIDES["kl_weight"])})
+    load_worker().run(out, OVERRIDES)
     return out
 
 
-def assert_same_run(one: Path, other: Path) -> None:
+def assert_same_run(one, other):
     rows, other_rows = read_metrics(one), read_metrics(other)
     assert len(rows) == len(other_rows) == 6 + 2
     for row, other_row in zip(rows, other_rows, strict=True):
         for name, value in row.items():
-            if not name.endswith(TIMING):
+            if isinstance(value, float) and not name.endswith(TIMING):
                 assert other_row[name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
     gradients = torch.load(one / "gradients.pt")["gradients"]
     others = torch.load(other / "gradients.pt")["gradients"]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from meta_attention.training.run import open_run, train_model
+from meta_attention.training.schedule import Schedule
 from meta_attention.training.trainer import MetaAttentionTrainer
 
 # small enough for a second of training, and several epochs of it
@@ -30,7 +31,7 @@ SETTINGS = {
 }
 
 
-def die() -> None:
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -63,7 +64,7 @@ class KeepGradients(TrainerCallback):
                 torch.save(kept, self.path)
 
 
-def die_saving(step: int) -> None:
+def die_saving(step):
     """Die with the model of a checkpoint written and its optimizer half written."""
     save = MetaAttentionTrainer._save_optimizer_and_scheduler
 
@@ -77,12 +78,12 @@ def die_saving(step: int) -> None:
     MetaAttentionTrainer._save_optimizer_and_scheduler = save_or_die
 
 
-def shard_on_cpus() -> None:
+def shard_on_cpus():
     """Accelerate shards on GPUs only; tell it that these processes have some.
 
     What follows is FSDP2 itself: PyTorch shards, gathers and reduces through gloo.
     """
-    from accelerate import DistributedType, PartialState
+    from accelerate import DistributedType, PartialState  # type: ignore[import-untyped]
 
     os.environ |= {
         "ACCELERATE_USE_FSDP": "true",
@@ -99,8 +100,11 @@ def shard_on_cpus() -> None:
     MetaAttentionTrainer.create_accelerator_and_postprocess = create_sharding
 
 
-def run(out: Path, overrides: dict, resume: bool = False, callbacks: tuple = ()) -> dict:
-    settings = open_run(out, None, {} if resume else SETTINGS | overrides, resume=resume)
+def run(out, overrides, resume=False, callbacks=()):
+    given = SETTINGS | overrides
+    if "kl_weight" in given:
+        given["kl_weight"] = Schedule.parse(given["kl_weight"])
+    settings = open_run(out, None, {} if resume else given, resume=resume)
     out.mkdir(exist_ok=True)
     keep = KeepGradients(out / "gradients.pt")
     return train_model(settings, out, resume=resume, callbacks=(keep, *callbacks))

@@ -106,8 +106,15 @@ def check_same_model(checkpoint: Path, config: MetaAttentionConfig) -> None:
 
 
 @contextmanager
-def clear_write_errors(what: str, folder: Path) -> Iterator[None]:
-    """Turn a failed write into one sentence that says what is left to go on from."""
+def clear_write_errors(what: str, folder: Path, partial: Path | None = None) -> Iterator[None]:
+    """Turn a failed write into one sentence that says what is left to go on from.
+
+    Args:
+        what: What is written, as the subject of the sentence.
+        folder: Folder of the run.
+        partial: Removed when it fails: half of a checkpoint helps nobody, least of all on a full
+            disk.
+    """
     try:
         yield
     # a full disk is an OSError to Python, and an error of their own to the two tensor formats
@@ -118,6 +125,8 @@ def clear_write_errors(what: str, folder: Path) -> Iterator[None]:
         is_full = getattr(error, "errno", None) == errno.ENOSPC
         if is_full or shutil.disk_usage(folder).free < _FULL_DISK:
             reason = f"no space left on the disk of {folder}"
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
         kept, _ = newest_checkpoint(folder)
         rest = "no checkpoint had been saved before; free some space and start again"
         if kept is not None:

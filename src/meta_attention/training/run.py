@@ -35,6 +35,7 @@ from meta_attention.training.checkpoints import (
 from meta_attention.training.data import Blocks, check_same_text, read_blocks
 from meta_attention.training.logs import METRICS_FILE, MetricsLog
 from meta_attention.training.recipes import Settings, build_settings
+from meta_attention.training.sampler import BlockSampler
 from meta_attention.training.trainer import MetaAttentionTrainer
 
 RUN_FILE = "run.json"
@@ -57,7 +58,12 @@ def open_run(
         if _is_main() and out.exists():
             _check_free(out)
         return build_settings(recipe or "demo", overrides)
-    saved = Settings.from_dict(read_run(out)["settings"])
+    try:
+        saved = Settings.from_dict(read_run(out)["settings"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{out / RUN_FILE} must hold the settings of a run of this version, but: {error}"
+        ) from error
     if recipe not in (None, saved.recipe):
         raise ConfigError(
             f"{out} holds a run whose recipe is {saved.recipe!r}, got {recipe!r}; leave it out, or "
@@ -99,6 +105,7 @@ def train_model(
     # a bar for each of Trainer's saves would break ours
     transformers.utils.logging.disable_progress_bar()
     blocks = read_blocks(settings, out if resume else None)
+    BlockSampler(blocks.train, settings.batch_size, settings.seed)
     set_seed(settings.seed)
     model = MetaAttentionForCausalLM(
         settings.model_config(
@@ -114,11 +121,6 @@ def train_model(
             block.compile()
     if resume:
         check_same_text(read_run(out), blocks)
-    record = _describe(settings, blocks, model, args)
-    if _is_main():
-        with clear_write_errors(RUN_FILE, out):
-            write_run(out, record)
-            blocks.tokenizer.save_pretrained(out)
     checkpoint = _choose_checkpoint(out, args, say) if resume else None
     if checkpoint is not None:
         check_same_model(checkpoint, model.config)
@@ -133,6 +135,12 @@ def train_model(
         processing_class=blocks.tokenizer,
         callbacks=[MetricsLog(out), *callbacks, *_tensorboard(out, checkpoint, tensorboard)],
     )
+    # only now, when nothing is left to refuse, does the folder become a run
+    record = _describe(settings, blocks, model, args)
+    if _is_main():
+        with clear_write_errors(RUN_FILE, out):
+            write_run(out, record)
+            blocks.tokenizer.save_pretrained(out)
     trainer.train_from(checkpoint)
     metrics = {}
     if blocks.valid is not None:
@@ -145,7 +153,7 @@ def train_model(
             # Trainer's pickled arguments are of no use beside a finished model
             (out / "training_args.bin").unlink(missing_ok=True)
             write_run(out, record)
-    trainer.accelerator.end_training()
+    trainer.close()
     return record
 
 

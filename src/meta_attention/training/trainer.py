@@ -9,10 +9,10 @@ Shapes: B batch, T sequence, F figures of a row.
 
 import math
 import os
-import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,7 @@ class MetaAttentionTrainer(Trainer):
         config: Any = model.config
         self.kl_weight = kl_weight or Schedule.constant(config.kl_weight)
         self.cost_weight = config.cost_weight if cost_weight is None else cost_weight
+        self._is_sampled = getattr(config, "training_weights", "mean") == "sample"
         # several GPUs in one process would be DataParallel, which is slower and splits the loss
         args._n_gpu = min(args.n_gpu, 1)
         super().__init__(
@@ -145,8 +146,10 @@ class MetaAttentionTrainer(Trainer):
             self._tally.add(self._believed_weights(out), None, out.concentrations)
         return (loss, out) if return_outputs else loss
 
-    def _believed_weights(self, out: Any) -> list[Tensor]:
+    def _believed_weights(self, out: Any) -> Sequence[Tensor]:
         """Routing weights without the noise of a training sample."""
+        if not self._is_sampled:
+            return out.routing_weights
         return [
             weights if concentration is None else concentration / concentration.sum(-1, True)
             for weights, concentration in zip(out.routing_weights, out.concentrations, strict=True)
@@ -157,7 +160,8 @@ class MetaAttentionTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         batch_size = self.get_total_train_batch_size(self.args)
-        self.sampler = BlockSampler(dataset, batch_size, self.args.data_seed or self.args.seed)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self.sampler = BlockSampler(dataset, batch_size, seed)
         return self.sampler
 
     # --- logs ---
@@ -288,22 +292,27 @@ class MetaAttentionTrainer(Trainer):
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.save_model(str(folder))
 
+    def close(self) -> None:
+        """Part from the other processes, after the first one has written everything.
+
+        What still holds their connection, a wrapped model above all, goes first: freed when the
+        interpreter exits, the connection's threads would bring it down.
+        """
+        self.accelerator.wait_for_everyone()
+        self.model_wrapped = cast(nn.Module, self.model)
+        self.accelerator.free_memory()
+        self.accelerator.end_training()
+
     def find_best(self) -> None:
         """Look for the best checkpoint where it is now; the folder may have been moved."""
         best = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.best_global_step}"
         self.state.best_model_checkpoint = str(best) if best.is_dir() else None
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(str(self.args.output_dir))
-        target = folder / f"checkpoint-{self.state.global_step}"
-        with clear_write_errors(f"the checkpoint of step {self.state.global_step}", folder):
-            try:
-                super()._save_checkpoint(model, trial)
-            except BaseException:
-                # half of a checkpoint helps nobody, least of all on a full disk
-                if self.args.should_save:
-                    shutil.rmtree(target, ignore_errors=True)
-                raise
+        step, folder = self.state.global_step, Path(str(self.args.output_dir))
+        partial = folder / f"checkpoint-{step}" if self.args.should_save else None
+        with clear_write_errors(f"the checkpoint of step {step}", folder, partial):
+            super()._save_checkpoint(model, trial)
 
 
 def _wants_fsdp(args: TrainingArguments) -> bool:

@@ -1,0 +1,186 @@
+"""``meta-attention train``."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from meta_attention.cli.train import EXAMPLES, train
+from meta_attention.errors import ConfigError, DataError, MetaAttentionError
+from meta_attention.training import run as run_module
+from meta_attention.training.checkpoints import TrainingError
+from meta_attention.training.logs import read_metrics
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+app.callback()(lambda: None)
+app.command("train", epilog=EXAMPLES)(train)
+
+SMALL = [
+    *("--tokenizer", "bytes", "--max-bytes", "20000", "--length", "32", "--batch-size", "8"),
+    *("--hidden-size", "32", "--heads", "2", "--window-size", "4"),
+    *("--steps", "4", "--eval-every", "2", "--save-every", "2", "--log-every", "2"),
+]
+
+
+def run(*flags):
+    return CliRunner().invoke(app, ["train", *map(str, flags)])
+
+
+def error_of(*flags):
+    """The error a command ends with; its message is one line."""
+    result = run(*flags)
+    assert isinstance(result.exception, MetaAttentionError), result.output
+    assert "\n" not in str(result.exception)
+    return result.exception
+
+
+def test_a_run_leaves_a_model_its_tokenizer_its_log_and_its_record(tmp_path):
+    out = tmp_path / "run"
+    result = run("--out", out, *SMALL, "--kl-weight", "0->0.1@0.5:0.75", "--seed", 7)
+    assert result.exit_code == 0, result.output
+    assert "held out:" in result.output
+    assert "projected cost" in result.output
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert model.config.use_cache
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.kl_weight == 0.1
+    assert [row["step"] for row in read_metrics(out)] == [1, 2, 2, 4, 4]
+    assert not list(out.glob("*.bin"))
+
+    record = json.loads((out / "run.json").read_text())
+    assert record["recipe"] == "demo"
+    assert record["seed"] == 7
+    assert record["parameters"] == model.num_parameters()
+    assert record["settings"]["kl_weight"] == "0->0.1@0.5:0.75"
+    assert len(record["data"]["fingerprint"]) == 64
+    assert record["data"]["name"].startswith("Python 3.")
+    assert {"meta_attention", "torch", "transformers", "accelerate"} <= set(record["versions"])
+    assert record["finished"] is True
+    assert record["metrics"]["perplexity"] > 1
+
+    assert "already holds a run" in str(error_of("--out", out, *SMALL))
+
+
+def test_json_is_one_document(tmp_path):
+    result = run("--out", tmp_path / "run", *SMALL, "--json")
+    report = json.loads(result.stdout)
+    assert report["out"] == str(tmp_path / "run")
+    assert report["metrics"]["bits_per_byte"] > 0
+    again = run("--out", tmp_path / "run", "--resume", "--json")
+    assert json.loads(again.stdout)["metrics"] == report["metrics"]
+
+
+def test_static_baselines_and_other_flags_reach_the_model(tmp_path):
+    result = run(
+        *("--out", tmp_path / "run", *SMALL, "--layers", 3, "--layer-experts", "local,local,full"),
+        *("--expert-costs", "paper", "--kv-heads", 1, "--grad-accum", 2, "--isolate-documents"),
+        *("--gradient-checkpointing", "--precision", "bf16", "--own-projections"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "every layer is static" in result.output
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "run").config
+    assert config.layer_experts == (("local",), ("local",), ("full",))
+    assert config.num_key_value_heads == 1
+    assert not config.shared_projections
+
+
+def test_without_evaluation_the_last_model_is_saved(tmp_path):
+    result = run("--out", tmp_path / "run", *SMALL, "--eval-every", 0, "--experts", "full,local")
+    assert result.exit_code == 0, result.output
+    assert "held out" not in result.output
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["eval_data"] is None
+    assert record["metrics"] == {}
+
+
+def test_text_to_evaluate_on_can_be_given(tmp_path):
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.txt").write_text(f"the {name} text, over and over; " * 100)
+    result = run(
+        *("--out", tmp_path / "run", *SMALL, "--data", tmp_path / "train.txt"),
+        *("--eval-data", tmp_path / "valid.txt", "--tokenizer", "characters"),
+    )
+    assert result.exit_code == 0, result.output
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["eval_data"]["name"] == str(tmp_path / "valid.txt")
+
+
+def test_bad_text_is_one_clear_sentence(tmp_path):
+    out = ("--out", tmp_path / "run")
+    assert "no file, folder or glob" in str(error_of(*out, *SMALL, "--data", tmp_path / "none.txt"))
+    (tmp_path / "empty.txt").touch()
+    empty = error_of(*out, *SMALL, "--data", tmp_path / "empty.txt")
+    assert isinstance(empty, DataError)
+    assert "must contain text" in str(empty)
+    (tmp_path / "short.txt").write_text("too short")
+    assert "must fill a block of 32 tokens" in str(
+        error_of(*out, *SMALL, "--data", tmp_path / "short.txt", "--eval-every", 0)
+    )
+    (tmp_path / "few.txt").write_text("not enough for a batch, " * 10)
+    assert "must fill a batch of 8 blocks" in str(
+        error_of(*out, *SMALL, "--data", tmp_path / "few.txt", "--eval-every", 0)
+    )
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 1000)
+    assert "must be UTF-8 text, got byte 0xe9 at offset 3" in str(
+        error_of(*out, *SMALL, "--data", tmp_path / "latin.txt")
+    )
+
+
+def test_bad_settings_are_one_clear_sentence(tmp_path):
+    out = ("--out", tmp_path / "run")
+    assert "START->END" in str(error_of(*out, *SMALL, "--kl-weight", "up"))
+    assert "unknown expert 'fulll'" in str(error_of(*out, *SMALL, "--experts", "fulll"))
+    assert "multiple of num_attention_heads" in str(error_of(*out, *SMALL, "--heads", 5))
+    assert "no run.json" in str(error_of(*out, "--resume"))
+    assert "must have a GPU" in str(error_of(*out, *SMALL, "--precision", "fp16"))
+    # nothing was left behind that a corrected command would trip over
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_tensorboard_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    error = error_of("--out", tmp_path / "run", *SMALL, "--tensorboard")
+    assert isinstance(error, ConfigError)
+    assert "pip install 'meta-attention[tensorboard]'" in str(error)
+
+
+def test_a_full_disk_before_training_is_one_clear_sentence(tmp_path, monkeypatch):
+    def fill_disk(out, record):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(run_module, "write_run", fill_disk)
+    error = error_of("--out", tmp_path / "run", *SMALL)
+    assert isinstance(error, TrainingError)
+    assert "run.json could not be written: no space left" in str(error)
+
+
+def test_help_has_examples_and_does_not_load_torch():
+    code = (
+        "import sys\n"
+        "sys.argv = ['meta-attention']\n"
+        "import typer\n"
+        "from meta_attention.cli.train import EXAMPLES, train\n"
+        "app = typer.Typer(rich_markup_mode=None)\n"
+        "app.command(epilog=EXAMPLES)(train)\n"
+        "try:\n    app(['--help'])\n"
+        "except SystemExit as stop:\n    assert stop.code == 0\n"
+        "assert 'torch' not in sys.modules, 'torch was loaded'\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "meta-attention train --out runs/demo --resume" in result.stdout
+    assert "--isolate-documents" in result.stdout
+
+
+@pytest.mark.parametrize("flags", [["--steps", "0"], ["--recipe", "huge"], ["--length", "1"]])
+def test_flags_out_of_range_are_refused(flags):
+    result = run(*flags)
+    assert result.exit_code == 2
+    assert flags[0] in result.output

@@ -1,0 +1,101 @@
+"""Recipes: complete, valid, and overridden by name."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from meta_attention import MetaAttentionForCausalLM
+from meta_attention.cli import train as cli
+from meta_attention.errors import ConfigError
+from meta_attention.training.recipes import (
+    RECIPES,
+    Settings,
+    build_settings,
+    parse_costs,
+    parse_layer_experts,
+    parse_names,
+)
+from meta_attention.training.schedule import Schedule
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_builds_a_model_and_survives_json(name):
+    settings = build_settings(name, {})
+    assert settings.recipe == name
+    MetaAttentionForCausalLM(settings.model_config(vocab_size=260))
+    assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
+
+
+def test_the_command_line_knows_every_recipe_and_setting():
+    assert [recipe.value for recipe in cli.Recipe] == list(RECIPES)
+    flags = set(cli.train.__annotations__) | {"compile"}
+    assert {field.name for field in fields(Settings)} <= flags
+
+
+def test_the_tiny_recipe_is_the_papers():
+    config = build_settings("tiny", {}).model_config(vocab_size=100)
+    assert (config.hidden_size, config.num_hidden_layers, config.window_size) == (128, 2, 8)
+    assert config.max_position_embeddings == 64
+    assert config.expert_costs == "paper"
+    assert not config.shared_projections
+    assert config.kl_weight == 1.0
+
+
+def test_bytes_small_has_about_five_million_parameters():
+    config = build_settings("bytes-small", {}).model_config(vocab_size=258)
+    assert 4e6 < MetaAttentionForCausalLM(config).num_parameters() < 6e6
+
+
+def test_a_saved_model_has_the_last_kl_weight():
+    settings = build_settings("demo", {"kl_weight": Schedule(0.0, 0.3)})
+    assert settings.model_config(vocab_size=10).kl_weight == 0.3
+
+
+def test_a_pattern_of_layer_experts_repeats():
+    settings = build_settings("demo", {"layers": 6, "layer_experts": (("local",), ("full",))})
+    config = settings.model_config(vocab_size=10)
+    assert config.layer_experts == (("local",), ("full",)) * 3
+    with pytest.raises(ConfigError, match="must name 5 layers or a pattern"):
+        build_settings(
+            "demo", {"layers": 5, "layer_experts": (("local",), ("full",))}
+        ).model_config(vocab_size=10)
+
+
+def test_a_shorter_run_has_a_shorter_warmup():
+    assert build_settings("demo", {"steps": 50}).warmup == 5
+    assert build_settings("demo", {"steps": 50, "warmup": 9}).warmup == 9
+
+
+def test_text_forms_of_experts_and_costs():
+    assert parse_names("full, local") == ("full", "local")
+    assert parse_layer_experts("local,full+local") == (("local",), ("full", "local"))
+    assert parse_costs("flops") == "flops"
+    assert parse_costs("1,0.15") == (1.0, 0.15)
+    with pytest.raises(ConfigError, match="single commas"):
+        parse_names("full,,local")
+    with pytest.raises(ConfigError, match="paper, flops or numbers"):
+        parse_costs("cheap")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"eval_every": -1}, "eval_every must be >= 0"),
+        ({"batch_size": 10, "grad_accum": 3}, "multiple of grad_accum, got 10 and 3"),
+        ({"lr": 0.0}, "lr must be > 0"),
+        ({"lr": float("nan")}, "lr must be > 0"),
+        ({"warmup": 301}, "between 0 and all 300 steps, got 301"),
+        ({"kl_weight": Schedule(0.0, -1.0)}, "kl_weight must be >= 0, got 0->-1"),
+        ({"precision": "int8"}, "precision must be fp32, bf16 or fp16"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        build_settings("demo", overrides)
+
+
+def test_an_unknown_recipe_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="one of demo, tiny, bytes-small, got 'huge'"):
+        build_settings("huge", {})
