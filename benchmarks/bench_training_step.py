@@ -21,8 +21,13 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
+from torch.utils.data import DataLoader
+from transformers import default_data_collator
 
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
+from meta_attention.training.corpus import Corpus, embedded_corpus
+from meta_attention.training.packing import pack
+from meta_attention.training.tokenizer import build_tokenizer
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"experts": ("full",)},
@@ -92,6 +97,17 @@ def measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     }
 
 
+def measure_loader(args: argparse.Namespace) -> float:
+    """Tokens/s of the data loader alone, over packed bytes of the embedded corpus."""
+    corpus = embedded_corpus()
+    corpus = Corpus(corpus.name, corpus.documents * 32)
+    blocks = pack(corpus, build_tokenizer("bytes", corpus), args.length)
+    loader = DataLoader(blocks, args.batch_size, shuffle=True, collate_fn=default_data_collator)
+    start = time.perf_counter()
+    num_tokens = sum(batch["input_ids"].numel() for batch in loader)
+    return num_tokens / (time.perf_counter() - start)
+
+
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
     table = Table(title=title)
     for column in ("variant", "compiled", "M params", "step", "vs full", "tokens/s", "peak MiB"):
@@ -156,10 +172,13 @@ def main() -> None:
         torch._dynamo.reset()
     title = f"D={args.hidden_size}, {args.layers} layers, T={args.length}, batch {args.batch_size}"
     print_table(rows, title)
+    loader = measure_loader(args)
+    print(f"data loader alone: {loader:,.0f} tokens/s")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         settings = {k: v for k, v in vars(args).items() if k not in ("json", "variants")}
         document = {"machine": machine(args.device), "settings": settings, "rows": rows}
+        document["loader_tokens_per_s"] = loader
         args.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

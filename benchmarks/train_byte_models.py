@@ -87,7 +87,13 @@ def main() -> None:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "settings": {k: str(v) for k, v in vars(args).items()},
+        "settings": {
+            "recipe": "bytes-small",
+            "steps": args.steps,
+            "seed": args.seed,
+            "max_tokens": args.max_tokens,
+            "compile": args.compile,
+        },
         "rows": rows,
     }
     args.json.parent.mkdir(parents=True, exist_ok=True)
