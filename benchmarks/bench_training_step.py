@@ -177,8 +177,12 @@ def main() -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         settings = {k: v for k, v in vars(args).items() if k not in ("json", "variants")}
-        document = {"machine": machine(args.device), "settings": settings, "rows": rows}
-        document["loader_tokens_per_s"] = loader
+        document = {
+            "machine": machine(args.device),
+            "settings": settings,
+            "loader_tokens_per_s": loader,
+            "rows": rows,
+        }
         args.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
