@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from meta_attention import Heads, MetaAttentionConfig
-from meta_attention.experts import Expert, GatedFullAttention, build_experts
+from meta_attention.experts import Expert, GatedFullAttention, RecurrentExpert, build_experts
 from meta_attention.testing import (
     naive_full_attention,
     naive_linear_attention,
@@ -55,6 +55,13 @@ def make(name: str, length: int) -> tuple[Expert, Heads, torch.Tensor]:
     return build_experts(config, 0)[name], Heads(*heads), torch.randn(1, length, D)
 
 
+def rows_of(expert: Expert, heads: Heads, x: torch.Tensor) -> torch.Tensor:
+    if isinstance(expert, RecurrentExpert):
+        rows, _ = expert(heads, x, None, None)
+        return rows
+    return expert(heads, x, None)
+
+
 def check(name: str) -> None:
     """The expert must agree with its definition before its time means anything."""
     expert, heads, x = make(name, 300)
@@ -67,7 +74,7 @@ def check(name: str) -> None:
         expected = naive_full_attention(*exact, causal=True)
     if isinstance(expert, GatedFullAttention):
         expected = expected * torch.sigmoid(expert.gate(x)).view_as(expected)
-    torch.testing.assert_close(expert(heads, x, None).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rows_of(expert, heads, x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def measure(name: str, length: int, backward: bool) -> dict[str, float]:
@@ -76,7 +83,7 @@ def measure(name: str, length: int, backward: bool) -> dict[str, float]:
 
     def run() -> None:
         with torch.set_grad_enabled(backward):
-            rows = expert(heads, x, None)
+            rows = rows_of(expert, heads, x)
         if backward:
             rows.backward(torch.ones_like(rows))
 

@@ -13,6 +13,11 @@ from meta_attention.errors import ConfigError
 Impl = Literal["auto", "reference", "triton"]
 ControllerName = Literal["bayesian", "prior_free"]
 TrainingWeights = Literal["mean", "sample"]
+RoutingName = Literal["soft", "hard", "gated"]
+Signal = Literal["entropy", "mean_entropy", "margin", "mutual_information", "vacuity"]
+
+# what a controller without a prior can tell
+_SIGNALS_OF_WEIGHTS = ("mean_entropy", "margin")
 
 # these change their frequencies with the sequence length, so a prefix would not be stable
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -62,6 +67,13 @@ class MetaAttentionConfig(PreTrainedConfig):
             to be cheap.
         training_weights: Routing weights while training: the posterior ``"mean"`` or a
             reparameterised ``"sample"``. Evaluation always uses the mean.
+        routing: ``"soft"``: every token takes every expert, by weight. ``"hard"``: the one of
+            largest weight, with a straight-through gradient. ``"gated"``: hard where the
+            uncertainty is below the threshold, soft elsewhere.
+        uncertainty_signal: What gates: ``"mutual_information"``, ``"mean_entropy"``, ``"margin"``
+            (as 1 - margin), ``"vacuity"`` or ``"entropy"`` (the paper's U).
+        uncertainty_threshold: The paper's eta; needed by ``"gated"`` and by nothing else. Raising
+            it makes tokens hard.
         impl: Implementation of the tensor functions. ``"auto"`` takes the fastest there is; one
             asked for by name runs or raises.
     """
@@ -105,6 +117,9 @@ class MetaAttentionConfig(PreTrainedConfig):
     kl_weight: float = 1.0
     cost_weight: float = 0.0
     training_weights: TrainingWeights = "mean"
+    routing: RoutingName = "soft"
+    uncertainty_signal: Signal = "mutual_information"
+    uncertainty_threshold: float | None = None
     impl: Impl = "auto"
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -211,11 +226,34 @@ class MetaAttentionConfig(PreTrainedConfig):
     def _check_routing(self) -> None:
         _require_choice("controller", self.controller, ControllerName)
         _require_choice("training_weights", self.training_weights, TrainingWeights)
+        _require_choice("routing", self.routing, RoutingName)
+        _require_choice("uncertainty_signal", self.uncertainty_signal, Signal)
         _require_choice("impl", self.impl, Impl)
+        self._check_gate()
         check_prior(self.prior_strength, self.prior_floor)
         for name in ("kl_weight", "cost_weight", "initializer_range", "rms_norm_eps"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
+
+    def _check_gate(self) -> None:
+        threshold = self.uncertainty_threshold
+        if self.routing != "gated":
+            if threshold is not None:
+                raise ConfigError(
+                    f"uncertainty_threshold is for routing='gated', got {threshold} with "
+                    f"routing={self.routing!r}; leave it out"
+                )
+            return
+        if threshold is None or not math.isfinite(threshold):
+            raise ConfigError(
+                f"routing='gated' must have a finite uncertainty_threshold, got {threshold}"
+            )
+        signal = self.uncertainty_signal
+        if self.controller == "prior_free" and signal not in _SIGNALS_OF_WEIGHTS:
+            raise ConfigError(
+                f"a prior_free controller must be gated by one of {', '.join(_SIGNALS_OF_WEIGHTS)}"
+                f", got {signal!r}: without a posterior there is no other uncertainty"
+            )
 
 
 def check_costs(costs: Sequence[float]) -> None:

@@ -47,6 +47,19 @@ layer_options = st.fixed_dictionaries(
         "use_rope": st.booleans(),
         "controller": st.sampled_from(["bayesian", "prior_free"]),
     }
+).flatmap(
+    lambda options: st.sampled_from(
+        [
+            options,
+            options | {"routing": "hard"},
+            options
+            | {
+                "routing": "gated",
+                "uncertainty_signal": "margin",
+                "uncertainty_threshold": 0.9,
+            },
+        ]
+    )
 )
 
 

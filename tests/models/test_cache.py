@@ -17,6 +17,15 @@ EXPERT_SETS = {
     "mixed": {"layer_experts": [["local"], ["full", "linear", "local"], ["linear", "local"]]},
     "prior-free": {"controller": "prior_free"},
     "without rotation": {"use_rope": False},
+    "hard": {"routing": "hard"},
+    "hard, own projections": {"routing": "hard", "shared_projections": False},
+    "gated": {"routing": "gated", "uncertainty_threshold": 0.22},
+    "gated, prior-free": {
+        "routing": "gated",
+        "controller": "prior_free",
+        "uncertainty_signal": "mean_entropy",
+        "uncertainty_threshold": 1.0,
+    },
 }
 CHUNKS = {
     "token by token": [1] * 24,
@@ -84,6 +93,13 @@ def test_tokens_are_really_routed_apart(make_model, tokens):
     """The models of these tests route: otherwise equal routes would prove little."""
     weights = one_pass(make_model(), tokens()).routing_weights
     assert all(layer.std(dim=(0, 1)).max() > 0.02 for layer in weights)
+
+
+def test_the_gate_of_these_tests_lets_some_tokens_through(make_model, tokens):
+    for name in ("gated", "gated, prior-free"):
+        weights = one_pass(make_model(**EXPERT_SETS[name]), tokens()).routing_weights
+        is_hard = torch.stack([(layer == 1).any(dim=-1) for layer in weights])
+        assert 0.05 < is_hard.float().mean() < 0.95, name
 
 
 def test_a_mask_of_the_new_tokens_alone_will_do(make_model, tokens):

@@ -211,6 +211,29 @@ def test_a_conversation_goes_on_from_its_cache(make_model, tokens):
     assert torch.equal(second, model.generate(more, max_new_tokens=6, do_sample=False))
 
 
+def test_moving_the_threshold_moves_tokens_from_soft_to_hard(make_model, tokens, tmp_path):
+    model, ids = make_model(routing="gated", uncertainty_threshold=-1e3), tokens()
+    soft, hard = make_model(), make_model(routing="hard")
+    torch.testing.assert_close(model(ids).logits, soft(ids).logits)
+    model.set_uncertainty_threshold(1e3)
+    torch.testing.assert_close(model(ids).logits, hard(ids).logits)
+    assert not torch.allclose(soft(ids).logits, hard(ids).logits)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(ids).logits, hard(ids).logits)
+    with pytest.raises(ConfigError, match="a threshold is for routing='gated'"):
+        soft.set_uncertainty_threshold(0.5)
+
+
+@pytest.mark.parametrize("training_weights", ["mean", "sample"])
+def test_a_hard_routed_model_trains_its_controllers(make_model, tokens, training_weights):
+    model = make_model(routing="hard", training_weights=training_weights, kl_weight=0.0).train()
+    model(tokens(), labels=tokens()).loss.backward()
+    for block in model.model.layers:
+        last = block.attention.controller.mlp[2].weight.grad
+        assert (last.abs().sum(dim=1) > 0).all(), "an expert's evidence has no gradient"
+
+
 def test_other_cache_implementations_are_refused(make_model, tokens):
     with pytest.raises(ConfigError, match="must be left out, got 'static'"):
         make_model().generate(tokens(), max_new_tokens=2, cache_implementation="static")

@@ -15,13 +15,18 @@ def test_merge_is_the_weighted_sum():
 
 
 def test_unused_expert_may_hold_garbage():
-    weights = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], requires_grad=True)
+    weights = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     rows = torch.full((2, 1, 2, 4), float("nan"))
     rows[0, 0, 0], rows[1, 0, 1] = 1.0, 2.0
     merged = route_merge(weights, list(rows))
     assert merged[0, :, 0].tolist() == [1.0, 2.0]
-    (gradient,) = torch.autograd.grad(merged.sum(), weights)
-    assert gradient.isfinite().all()
+
+
+def test_a_weight_of_zero_has_the_gradient_of_its_row():
+    weights = torch.tensor([[[1.0, 0.0]]], requires_grad=True)
+    rows = [torch.full((1, 1, 4), 2.0), torch.full((1, 1, 4), 3.0)]
+    (gradient,) = torch.autograd.grad(route_merge(weights, rows).sum(), weights)
+    assert gradient.tolist() == [[[8.0, 12.0]]]
 
 
 def test_half_precision_rows_are_summed_in_float32():

@@ -17,6 +17,7 @@ examples:
   meta-attention train
   meta-attention train --recipe tiny --data wiki.train.txt --eval-data wiki.valid.txt
   meta-attention train --recipe bytes-small --data books/ --kl-weight "0->0.1@0.5:0.75"
+  meta-attention train --routing gated --uncertainty-threshold "0->0.5@0.2:0.8" --out runs/gated
   meta-attention train --out runs/demo --resume
   meta-attention train --experts full --out runs/full
   meta-attention train --layers 6 --layer-experts "local,local,full+local" --out runs/hybrid
@@ -33,6 +34,7 @@ experts by layer:
 schedules:
   --kl-weight takes a number, or START->END, or START->END@BEGIN:FINISH in fractions of training:
   "0->0.1@0.5:0.75" is 0 for the first half, rises until three quarters, and stays at 0.1.
+  --uncertainty-threshold likewise: a token below it is hard, so a rising one makes tokens hard.
 """
 
 
@@ -52,6 +54,20 @@ class Controller(StrEnum):
 class Weights(StrEnum):
     mean = "mean"
     sample = "sample"
+
+
+class Routing(StrEnum):
+    soft = "soft"
+    hard = "hard"
+    gated = "gated"
+
+
+class Signal(StrEnum):
+    mutual_information = "mutual_information"
+    mean_entropy = "mean_entropy"
+    margin = "margin"
+    vacuity = "vacuity"
+    entropy = "entropy"
 
 
 class Precision(StrEnum):
@@ -102,6 +118,13 @@ def train(
     weight_decay: Annotated[float | None, _flag("weight decay of AdamW", min=0.0)] = None,
     seed: Annotated[int | None, _flag("of the weights and of the order of the blocks")] = None,
     kl_weight: Annotated[str | None, _flag("weight of the KL: a schedule, see below")] = None,
+    routing: Annotated[
+        Routing | None, _flag("soft: all experts by weight; hard: one; gated: hard where sure")
+    ] = None,
+    uncertainty_signal: Annotated[Signal | None, _flag("what gated routing is gated by")] = None,
+    uncertainty_threshold: Annotated[
+        str | None, _flag("tokens below it are hard: a schedule, see below")
+    ] = None,
     cost_weight: Annotated[
         float | None, _flag("weight of the projected cost, for a prior_free controller", min=0.0)
     ] = None,
@@ -183,12 +206,15 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
 
     readers: dict[str, Callable[[Any], Any]] = {
         "kl_weight": Schedule.parse,
+        "uncertainty_threshold": Schedule.parse,
         "experts": parse_names,
         "layer_experts": parse_layer_experts,
         "expert_costs": parse_costs,
         "data": tuple,
         "eval_data": tuple,
         "controller": str,
+        "routing": str,
+        "uncertainty_signal": str,
         "training_weights": str,
         "precision": str,
     }

@@ -52,6 +52,8 @@ class BayesianMetaAttentionLayer(nn.Module):
         layer_idx: Index of the layer in its model; picks its experts where layers differ.
     """
 
+    uncertainty_threshold: Tensor
+
     def __init__(self, config: MetaAttentionConfig, layer_idx: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -64,6 +66,13 @@ class BayesianMetaAttentionLayer(nn.Module):
         num_projections = 1 if config.shared_projections else len(experts)
         self.projections = nn.ModuleList(Projections(config) for _ in range(num_projections))
         self.rotary = MetaAttentionRotaryEmbedding(config) if config.use_rope else None
+        # a tensor, so that a schedule can move it without compiling anew
+        threshold = torch.tensor(config.uncertainty_threshold or 0.0, dtype=torch.float32)
+        self.register_buffer("uncertainty_threshold", threshold, persistent=False)
+
+    def reset_buffers(self) -> None:
+        """Fill the buffers anew, after the module was built without memory of its own."""
+        self.uncertainty_threshold.fill_(self.config.uncertainty_threshold or 0.0)
 
     def forward(
         self,
@@ -99,8 +108,13 @@ class BayesianMetaAttentionLayer(nn.Module):
 
         # tokens -> posterior -> routes
         posterior = self.controller(x, position_ids)
-        sample = self.training and self.config.training_weights == "sample"
-        routes = choose_routes(posterior, sample=sample)
+        routes = choose_routes(
+            posterior,
+            routing=self.config.routing,
+            sample=self.training and self.config.training_weights == "sample",
+            signal=self.config.uncertainty_signal,
+            threshold=self.uncertainty_threshold,
+        )
 
         # routes -> experts -> merge
         heads = self._project(x, position_ids, rotation)

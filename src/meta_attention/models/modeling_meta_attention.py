@@ -14,7 +14,12 @@ from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import RoutingPosterior
 from meta_attention.controller.controllers import Controller
 from meta_attention.errors import ConfigError, ShapeError
-from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
+from meta_attention.layers import (
+    BayesianMetaAttentionLayer,
+    LayerOutput,
+    MetaAttentionCache,
+    MetaTransformerBlock,
+)
 from meta_attention.layers.projections import MetaAttentionRotaryEmbedding, positions_of
 from meta_attention.objective import mean_over_tokens, routing_loss
 
@@ -62,11 +67,22 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Controller):
+        if isinstance(module, Controller | BayesianMetaAttentionLayer):
             # buffers are not saved; a model loaded from disk starts without them
             module.reset_buffers()
         else:
             super()._init_weights(module)
+
+    def set_uncertainty_threshold(self, threshold: float) -> None:
+        """Gate all layers at ``threshold`` from now on, as a schedule does in training."""
+        if self.config.routing != "gated":
+            raise ConfigError(
+                f"a threshold is for routing='gated', got routing={self.config.routing!r}"
+            )
+        self.config.uncertainty_threshold = threshold
+        for module in self.modules():
+            if isinstance(module, BayesianMetaAttentionLayer):
+                module.reset_buffers()
 
 
 class MetaAttentionModel(MetaAttentionPreTrainedModel):

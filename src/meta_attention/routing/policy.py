@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meta_attention.controller import Posterior
+from meta_attention.routing.gate import uncertainty_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +23,35 @@ class Routes:
         return self.weights.argmax(dim=-1)
 
 
-def choose_routes(posterior: Posterior, *, sample: bool) -> Routes:
-    """Soft routes: every token takes every expert, weighted by belief.
+def choose_routes(
+    posterior: Posterior,
+    *,
+    routing: str = "soft",
+    sample: bool = False,
+    signal: str = "mutual_information",
+    threshold: Tensor | float = 0.0,
+) -> Routes:
+    """Weights of every token on the experts.
 
     Args:
         posterior: The controller's answer.
-        sample: Draw the weights from the posterior instead of taking its mean. For training: a
-            sample sees how sure the posterior is, the mean does not.
+        routing: ``"soft"``: every expert, weighted by belief. ``"hard"``: only the one of largest
+            weight. ``"gated"``: hard where the uncertainty is below the threshold, soft elsewhere.
+        sample: Draw weights from the posterior in place of its mean, for training. A hard route is
+            then the largest of a sample: Thompson sampling.
+        signal: Uncertainty that gates; see :func:`uncertainty_of`.
+        threshold: The paper's eta. Raising it makes tokens hard, lowering it makes them soft.
     """
-    weights = posterior.sample() if sample else posterior.mean
-    return Routes(weights, hard=torch.zeros_like(weights[..., 0], dtype=torch.bool))
+    belief = posterior.mean
+    weights = posterior.sample() if sample else belief
+    if routing == "soft":
+        return Routes(weights, hard=torch.zeros_like(weights[..., 0], dtype=torch.bool))
+
+    chosen = F.one_hot(weights.argmax(dim=-1), weights.shape[-1]).to(weights.dtype)
+    if belief.requires_grad:
+        # straight-through: one expert forward, the gradient of the belief in all of them backward
+        chosen = chosen + (belief - belief.detach())
+    if routing == "hard":
+        return Routes(chosen, hard=torch.ones_like(weights[..., 0], dtype=torch.bool))
+    hard = uncertainty_of(posterior, signal) < threshold
+    return Routes(torch.where(hard.unsqueeze(-1), chosen, weights), hard)

@@ -8,11 +8,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, Self
 
-from meta_attention.config import ControllerName, MetaAttentionConfig, TrainingWeights
+from meta_attention.config import (
+    ControllerName,
+    MetaAttentionConfig,
+    RoutingName,
+    Signal,
+    TrainingWeights,
+)
 from meta_attention.errors import ConfigError
 from meta_attention.training.schedule import Schedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
+
+# settings that may change in the course of training
+SCHEDULED = ("kl_weight", "uncertainty_threshold")
 
 # a resumed run may change these: where the text lies (its content may not change), how often it
 # reports, and how a step is computed, which changes results by rounding only
@@ -67,6 +76,10 @@ class Settings:
     """Steps over which the learning rate rises; then it falls as a cosine to 0."""
     weight_decay: float = 0.1
     kl_weight: Schedule
+    routing: RoutingName = "soft"
+    uncertainty_signal: Signal = "mutual_information"
+    uncertainty_threshold: Schedule | None = None
+    """For gated routing; rising, it makes tokens hard in the course of training."""
     cost_weight: float = 0.0
     seed: int = 0
     precision: Precision = "fp32"
@@ -104,6 +117,7 @@ class Settings:
 
     def model_config(self, **of_tokenizer: Any) -> MetaAttentionConfig:
         """The model of this run, for a vocabulary."""
+        threshold = self.uncertainty_threshold
         return MetaAttentionConfig(
             hidden_size=self.hidden_size,
             num_hidden_layers=self.layers,
@@ -118,6 +132,9 @@ class Settings:
             controller=self.controller,
             training_weights=self.training_weights,
             kl_weight=self.kl_weight.end,
+            routing=self.routing,
+            uncertainty_signal=self.uncertainty_signal,
+            uncertainty_threshold=None if threshold is None else threshold.end,
             cost_weight=self.cost_weight,
             **of_tokenizer,
         )
@@ -135,14 +152,22 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as :meth:`from_dict` reads it."""
-        return asdict(self) | {"kl_weight": str(self.kl_weight)}
+        return asdict(self) | {
+            name: None if getattr(self, name) is None else str(getattr(self, name))
+            for name in SCHEDULED
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Settings that were written as JSON."""
         known = {field.name for field in fields(cls)}
         kept = {name: _frozen(value) for name, value in values.items() if name in known}
-        return cls(**kept | {"kl_weight": Schedule.parse(str(values["kl_weight"]))})
+        schedules = {
+            name: Schedule.parse(str(kept[name]))
+            for name in SCHEDULED
+            if kept.get(name) is not None
+        }
+        return cls(**kept | schedules)
 
     def differences(self, other: Self) -> dict[str, tuple[Any, Any]]:
         """Settings that differ and that a resumed run may not change: name -> (own, other's)."""

@@ -34,7 +34,7 @@ from meta_attention.training.checkpoints import (
 )
 from meta_attention.training.data import Blocks, check_same_text, read_blocks
 from meta_attention.training.logs import METRICS_FILE, MetricsLog
-from meta_attention.training.recipes import Settings, build_settings
+from meta_attention.training.recipes import SCHEDULED, Settings, build_settings
 from meta_attention.training.sampler import BlockSampler
 from meta_attention.training.trainer import MetaAttentionTrainer
 
@@ -131,6 +131,7 @@ def train_model(
         train_dataset=blocks.train,
         eval_dataset=blocks.valid,
         kl_weight=settings.kl_weight,
+        uncertainty_threshold=settings.uncertainty_threshold,
         cost_weight=settings.cost_weight,
         processing_class=blocks.tokenizer,
         callbacks=[MetricsLog(out), *callbacks, *_tensorboard(out, checkpoint, tensorboard)],
@@ -194,7 +195,7 @@ def _check_free(out: Path) -> None:
 
 
 def _plain(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: str(v) if k == "kl_weight" else v for k, v in overrides.items()}
+    return {k: str(v) if k in SCHEDULED else v for k, v in overrides.items()}
 
 
 def _choose_checkpoint(

@@ -52,6 +52,7 @@ class MetaAttentionTrainer(Trainer):
             documents of a block do not see each other.
         eval_dataset: Blocks to evaluate on; :class:`PackedDataset` gives bits per byte.
         kl_weight: Weight of the KL in the course of training; default: the config's.
+        uncertainty_threshold: Threshold of gated routing, likewise; a rising one makes tokens hard.
         cost_weight: Weight of the projected cost; default: the config's.
         kwargs: As for Trainer.
     """
@@ -64,11 +65,13 @@ class MetaAttentionTrainer(Trainer):
         train_dataset: Dataset[Batch] | None = None,
         eval_dataset: Dataset[Batch] | None = None,
         kl_weight: Schedule | None = None,
+        uncertainty_threshold: Schedule | None = None,
         cost_weight: float | None = None,
         **kwargs: Any,
     ) -> None:
         config: Any = model.config
         self.kl_weight = kl_weight or Schedule.constant(config.kl_weight)
+        self.uncertainty_threshold = uncertainty_threshold
         self.cost_weight = config.cost_weight if cost_weight is None else cost_weight
         self._is_sampled = getattr(config, "training_weights", "mean") == "sample"
         # several GPUs in one process would be DataParallel, which is slower and splits the loss
@@ -125,6 +128,9 @@ class MetaAttentionTrainer(Trainer):
         """
         if self._clock is None:
             self._clock = time.perf_counter()
+        if self.uncertainty_threshold is not None:
+            inner: Any = self.accelerator.unwrap_model(model)
+            inner.set_uncertainty_threshold(self.uncertainty_threshold(self.progress))
         is_logged = self.is_logged_step(self.state.global_step + 1)
         out = model(**inputs, use_cache=False, output_routing=is_logged)
         task, kl, cost = out.task_loss, out.kl, out.projected_cost

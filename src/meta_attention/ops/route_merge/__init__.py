@@ -3,7 +3,8 @@
     merged[b, t] = sum_e weights[b, t, e] * rows[e][b, t]
 
 An expert of weight zero contributes nothing, whatever its buffer holds: hard routing never writes
-the rows of experts that did not run.
+the rows of experts that did not run. While the weights have a gradient all rows are read, since a
+weight of zero may have one too: that is how a hard route learns of the experts it did not take.
 """
 
 from collections.abc import Sequence

@@ -12,5 +12,6 @@ def route_merge_reference(weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
     merged = torch.zeros_like(rows[0], dtype=compute)
     for w, row in zip(weights.to(compute).unbind(dim=-1), rows, strict=True):
         w = w.unsqueeze(-1)  # [B, T, 1]
-        merged = merged + w * torch.where(w > 0, row.to(compute), 0.0)
+        row = row.to(compute)
+        merged = merged + w * (row if weights.requires_grad else torch.where(w > 0, row, 0.0))
     return merged.to(rows[0].dtype)
