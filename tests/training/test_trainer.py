@@ -59,6 +59,7 @@ def build_trainer(folder, model=None, train=None, valid=None, callbacks=(), **ar
     } | arguments
     kl_weight = arguments.pop("kl_weight", None)
     cost_weight = arguments.pop("cost_weight", None)
+    threshold = arguments.pop("uncertainty_threshold", None)
     for name, value in arguments.items():
         setattr(args, name, value)
     return MetaAttentionTrainer(
@@ -68,6 +69,7 @@ def build_trainer(folder, model=None, train=None, valid=None, callbacks=(), **ar
         eval_dataset=valid,
         kl_weight=kl_weight,
         cost_weight=cost_weight,
+        uncertainty_threshold=threshold,
         callbacks=[MetricsLog(folder), *callbacks],
     )
 
@@ -85,6 +87,33 @@ class KeepGradients(TrainerCallback):
 
 def train_rows(folder):
     return [row for row in read_metrics(folder) if row["kind"] == "train"]
+
+
+class KeepThresholds(TrainerCallback):
+    """The threshold every step was trained with."""
+
+    def __init__(self):
+        self.values = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        layer = model.model.layers[0].attention
+        self.values.append(layer.uncertainty_threshold.item())
+
+
+def test_a_rising_threshold_makes_tokens_hard(tmp_path):
+    seen = KeepThresholds()
+    model = build_model(routing="gated", uncertainty_threshold=0.0)
+    schedule = Schedule(0.0, 1.0)
+    trainer = build_trainer(
+        tmp_path, model, callbacks=[seen], max_steps=5, uncertainty_threshold=schedule
+    )
+    trainer.train()
+    assert seen.values == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
+    # no token is as unsure as that, and the saved config says so
+    assert model.config.uncertainty_threshold == 1.0
+    ids = blocks()[0]["input_ids"][None].to(model.device)
+    weights = model.eval()(ids, output_routing=True).routing_weights
+    assert all((layer.max(dim=-1).values == 1).all() for layer in weights)
 
 
 def test_loss_falls_on_the_embedded_corpus(tmp_path):
