@@ -32,6 +32,19 @@ def test_a_forced_expert_takes_every_token_of_its_layer_only(expert, model):
     torch.testing.assert_close(forced.projected_cost, free.projected_cost + change)
 
 
+@pytest.mark.parametrize("signal", ["mutual_information", "vacuity", "entropy", "margin"])
+def test_a_gate_does_not_doubt_a_forced_expert(signal, config):
+    changes = {
+        "routing": "gated",
+        "uncertainty_signal": signal,
+        "uncertainty_threshold": 1e-6 if signal != "entropy" else -1e6,
+    }
+    model = MetaAttentionForCausalLM(MetaAttentionConfig(**config.to_diff_dict() | changes)).eval()
+    with force_expert(model, [0], 1):
+        weights = run(model).routing_weights[0]
+    torch.testing.assert_close(weights, F.one_hot(torch.ones(2, 12).long(), 3).float())
+
+
 def test_a_forced_layer_computes_what_a_static_one_does(model, config):
     static = MetaAttentionConfig(
         **config.to_diff_dict() | {"layer_experts": [["local"], ["local"], ["full"]]}

@@ -24,6 +24,7 @@ from meta_attention.training.checkpoints import (
 )
 from meta_attention.training.logs import read_metrics
 from meta_attention.training.run import open_run, train_model
+from meta_attention.training.schedule import Schedule
 
 WORKER = Path(__file__).parent / "worker.py"
 # 20,000 bytes are 73 batches: the run crosses the end of an epoch, and draws samples besides
@@ -163,6 +164,18 @@ def test_an_incomplete_checkpoint_is_kept_under_another_name(stopped, finished, 
     assert without_timing(read_metrics(stopped)) == without_timing(read_metrics(finished))
     # a second one of that name replaces the first
     assert set_aside(stopped / "checkpoint-4").name == "incomplete-checkpoint-4"
+
+
+def test_a_gated_run_resumes_where_its_threshold_was(tmp_path):
+    gated = {"routing": "gated", "uncertainty_threshold": Schedule(0.0, 1.0)}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    record = train_small(whole, **gated)
+    shutil.copytree(whole, stopped)
+    shutil.rmtree(stopped / "checkpoint-4")
+    (stopped / "run.json").write_text(json.dumps(record | {"finished": False}))
+    resume_small(stopped)
+    assert without_timing(read_metrics(stopped)) == without_timing(read_metrics(whole))
+    assert MetaAttentionConfig.from_pretrained(stopped).uncertainty_threshold == 1.0
 
 
 def test_a_run_stopped_at_its_end_is_ended(stopped, finished):

@@ -27,6 +27,22 @@ from meta_attention.evaluation.calibration import CalibrationTally
 from meta_attention.layers import BayesianMetaAttentionLayer
 
 
+class ForcedPosterior(PointPosterior):
+    """A point that no gate doubts: what the signals of a Dirichlet tend to as evidence grows."""
+
+    @property
+    def mutual_information(self) -> Tensor:
+        return self.mean.new_zeros(self.mean.shape[:-1])
+
+    @property
+    def vacuity(self) -> Tensor:
+        return self.mean.new_zeros(self.mean.shape[:-1])
+
+    @property
+    def entropy(self) -> Tensor:
+        return self.mean.new_full(self.mean.shape[:-1], float("-inf"))
+
+
 class ForcedController(nn.Module):
     """Stands in for a controller and sends every token to one expert.
 
@@ -48,9 +64,9 @@ class ForcedController(nn.Module):
     def prior_concentration(self) -> Tensor:
         return self.controller.prior_concentration  # type: ignore[return-value]
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> PointPosterior:
+    def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
         expert = torch.full(x.shape[:2], self.expert_index, device=x.device)
-        return PointPosterior(F.one_hot(expert, len(self.costs)).float())
+        return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())
 
 
 def attention_layers(model: nn.Module) -> list[BayesianMetaAttentionLayer]:
