@@ -3,10 +3,17 @@
 import pytest
 import torch
 
-from meta_attention import Expert, MetaAttentionConfig, known_experts, register_expert
+from meta_attention import Expert, Heads, MetaAttentionConfig, known_experts, register_expert
 from meta_attention.errors import ConfigError
-from meta_attention.experts import FullAttention, build_experts, expert_costs
+from meta_attention.experts import (
+    FullAttention,
+    GatedFullAttention,
+    RecurrentExpert,
+    build_experts,
+    expert_costs,
+)
 from meta_attention.experts.base import visible_keys
+from meta_attention.testing import naive_linear_attention, naive_local_attention
 
 
 def make_config(**kwargs) -> MetaAttentionConfig:
@@ -18,6 +25,37 @@ def costs_of(**kwargs) -> dict[str, float]:
     config = make_config(**kwargs)
     experts = build_experts(config, 0)
     return dict(zip(experts, expert_costs(config, experts), strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("name", ["full", "gated_full", "linear", "local"])
+def test_every_expert_is_its_definition_gradients_included(name, causal):
+    config = make_config(
+        hidden_size=32, num_key_value_heads=2, window_size=7, causal=causal, experts=(name,)
+    )
+    expert = build_experts(config, 0)[name].double()
+    shapes = ((2, 70, 4, 8), (2, 70, 2, 8), (2, 70, 2, 8), (2, 70, 32))
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    *heads, x = inputs
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    mask[0, :9] = False
+
+    if isinstance(expert, RecurrentExpert):
+        rows, _ = expert(Heads(*heads), x, mask, None)
+        expected = naive_linear_attention(*heads, causal=causal, mask=mask)
+    else:
+        rows = expert(Heads(*heads), x, mask)
+        window = 7 if name == "local" else 70
+        expected = naive_local_attention(*heads, window=window, causal=causal, mask=mask)
+    if isinstance(expert, GatedFullAttention):
+        expected = expected * torch.sigmoid(x @ expert.gate.weight.T).view_as(expected)
+
+    upstream = torch.randn_like(rows)
+    used = inputs if name == "gated_full" else heads
+    ours = (rows, *torch.autograd.grad(rows, used, upstream))
+    theirs = (expected, *torch.autograd.grad(expected, used, upstream))
+    for actual, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(actual, exact, rtol=1e-9, atol=1e-9)
 
 
 def test_the_four_experts_are_known():
