@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError
@@ -87,6 +87,27 @@ class KeepGradients(TrainerCallback):
 
 def train_rows(folder):
     return [row for row in read_metrics(folder) if row["kind"] == "train"]
+
+
+def test_transformers_own_trainer_accumulates_the_same_gradient(tmp_path):
+    gradients = []
+    for size, parts in ((8, 1), (2, 4)):
+        kept = KeepGradients()
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=parts,
+            max_grad_norm=0.0,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        Trainer(build_model(), args, train_dataset=blocks(), callbacks=[kept]).train()
+        gradients.append(kept.gradients)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
 
 
 class KeepThresholds(TrainerCallback):

@@ -192,6 +192,8 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
     """Language model; loads, saves and generates like any Transformers model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    # its losses are means: Transformers' Trainer divides them among accumulated parts itself
+    accepts_loss_kwargs = False
 
     def __init__(self, config: MetaAttentionConfig) -> None:
         super().__init__(config)

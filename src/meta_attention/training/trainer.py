@@ -90,6 +90,8 @@ class MetaAttentionTrainer(Trainer):
                 "FSDP must have several processes with a GPU each, got "
                 f"{self.args.world_size} on {self.args.device.type}; leave FSDP out"
             )
+        # ours is scaled by the tokens of the whole batch; see compute_loss
+        self.model_accepts_loss_kwargs = True
         for console in (PrinterCallback, ProgressCallback):
             self.remove_callback(console)
         self.add_callback(Flow(self))
