@@ -240,11 +240,38 @@ def test_a_mask_of_another_length_is_refused(make_model, tokens):
             model(tokens(T=3), attention_mask=torch.ones(2, 9), past_key_values=cache)
 
 
-def test_a_foreign_cache_with_tokens_is_refused(make_model, tokens):
+def test_a_refused_call_leaves_the_cache_as_it_was(make_model, tokens):
+    model, ids = make_model(max_position_embeddings=30), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache)
+        with pytest.raises(ShapeError, match="got 44 tokens"):
+            model(ids, attention_mask=torch.ones(2, 44).long(), past_key_values=cache)
+        out = model(ids[:, 20:], past_key_values=cache)
+    expected = one_pass(model, ids, mask).logits[:, 20:]
+    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_refuses_a_row_that_goes_on_after_padding(make_model, tokens):
+    model, ids = make_model(), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, 10:16] = 0
+    with pytest.raises(CacheError, match="pad prompts on the left"):
+        in_chunks(model, ids, [16] + [1] * 8, mask)
+
+
+def test_a_cache_of_another_model_is_refused(make_model, tokens):
+    other = MetaAttentionCache(make_model(num_hidden_layers=1).config)
+    with pytest.raises(ConfigError, match="must have 3 layers, got 1"):
+        make_model()(tokens(), past_key_values=other)
+
+
+def test_a_foreign_cache_is_refused(make_model, tokens):
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    cache.update(torch.zeros(2, 2, 4, 8), torch.zeros(2, 2, 4, 8), 0)
     with pytest.raises(ConfigError, match="must be a MetaAttentionCache, got a DynamicCache"):
         make_model()(tokens(), past_key_values=cache)
 

@@ -80,6 +80,62 @@ def test_packed_documents_are_as_if_alone(make_model, tokens):
     torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("numbers", [(3, 2, 1), (1, 2, 1), (7, 9, 900_000_000)])
+def test_documents_may_have_any_numbers(make_model, tokens, numbers):
+    model, ids = make_model(), tokens(B=1)
+    first, second, third = numbers
+    documents = torch.tensor([[first] * 7 + [second] * 12 + [third] * 5])
+    packed = model(ids, document_ids=documents).logits
+    alone = [model(part).logits for part in ids.split([7, 12, 5], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
+
+
+def test_document_zero_and_the_mask_are_the_same_padding(make_model, tokens):
+    model, ids = make_model(), tokens(B=1)
+    mask = torch.ones_like(ids)
+    mask[:, :9] = 0
+    masked = model(ids, attention_mask=mask, use_cache=False)
+    for arguments in (
+        {"document_ids": mask},
+        {"document_ids": torch.ones_like(ids), "attention_mask": mask},
+    ):
+        out = model(ids, **arguments)
+        torch.testing.assert_close(out.logits[:, 9:], masked.logits[:, 9:], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out.kl, masked.kl)
+        torch.testing.assert_close(out.projected_cost, masked.projected_cost)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": torch.ones(5).long()}, r"whole numbers \[B, T\], got torch.int64 \[5\]"),
+        ({"input_ids": torch.ones(2, 5)}, "got torch.float32"),
+        ({"inputs_embeds": torch.ones(5, 32)}, r"inputs_embeds must be \[B, T, D\], got \[5, 32\]"),
+        ({"labels": torch.ones(2, 3).long()}, r"\[2, 5\] .* got \[2, 3\]"),
+        ({"labels": torch.ones(2, 5).long(), "logits_to_keep": 1}, "logits_to_keep=1"),
+        ({"attention_mask": torch.ones(5).long()}, r"\[2, 5\].* got \[5\]"),
+        ({"attention_mask": torch.ones(2, 5)}, "boolean or whole numbers"),
+        ({"document_ids": torch.ones(2, 4).long()}, r"\[2, 5\].* got \[2, 4\]"),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_wrong_inputs_get_one_clear_sentence(make_model, arguments, message, training):
+    model = make_model().train(training)
+    if "inputs_embeds" not in arguments:
+        arguments = {"input_ids": torch.ones(2, 5).long()} | arguments
+    with pytest.raises(ShapeError, match=message) as error:
+        model(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_the_threshold_is_not_rounded_in_a_half_precision_model(make_model):
+    model = make_model(routing="gated", uncertainty_threshold=0.7).bfloat16()
+    threshold = model.model.layers[0].attention.controller.uncertainty_threshold
+    assert threshold.item() == torch.tensor(0.7).item()
+    with pytest.raises(ConfigError, match="must be finite, got nan"):
+        model.set_uncertainty_threshold(float("nan"))
+
+
 def test_a_static_hybrid_is_one_line_of_config(make_model, tokens):
     model = make_model(layer_experts=[["local"], ["local"], ["full"]])
     assert not any("controller" in name for name, _ in model.named_parameters())

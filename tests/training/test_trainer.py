@@ -117,8 +117,8 @@ class KeepThresholds(TrainerCallback):
         self.values = []
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        layer = model.model.layers[0].attention
-        self.values.append(layer.uncertainty_threshold.item())
+        controller = model.model.layers[0].attention.controller
+        self.values.append(controller.uncertainty_threshold.item())
 
 
 def test_a_rising_threshold_makes_tokens_hard(tmp_path):

@@ -1,7 +1,8 @@
 """Controllers: tokens in, a posterior over experts out.
 
-All have the interface ``controller(x, position_ids) -> posterior`` and the buffers ``costs`` and
-``prior_concentration``, so that exchanging one for another is one word of configuration.
+All have the interface ``controller(x, position_ids) -> posterior`` and the buffers ``costs``,
+``prior_concentration`` and ``uncertainty_threshold``, so that exchanging one for another is one
+word of configuration.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,9 +38,11 @@ class Controller(KeepFloat32):
 
     costs: Tensor  # [E]
     prior_concentration: Tensor  # [E]
+    uncertainty_threshold: Tensor  # []
 
     def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
         super().__init__()
+        self.config = config
         self.max_positions = config.max_position_embeddings
         self._costs = [float(cost) for cost in costs]
         self._prior = {"strength": config.prior_strength, "floor": config.prior_floor}
@@ -49,11 +52,15 @@ class Controller(KeepFloat32):
             "costs", torch.tensor(self._costs, dtype=torch.float32), persistent=False
         )
         self.register_buffer("prior_concentration", prior, persistent=False)
+        # a tensor, so that a schedule can move it without compiling anew
+        threshold = torch.tensor(config.uncertainty_threshold or 0.0, dtype=torch.float32)
+        self.register_buffer("uncertainty_threshold", threshold, persistent=False)
 
     def reset_buffers(self) -> None:
         """Fill the buffers anew, after the module was built without memory of its own."""
         self.costs.copy_(torch.tensor(self._costs))
         self.prior_concentration.copy_(compute_aware_prior(self._costs, **self._prior))
+        self.uncertainty_threshold.fill_(self.config.uncertainty_threshold or 0.0)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Posterior:
         raise NotImplementedError

@@ -64,6 +64,10 @@ class ForcedController(nn.Module):
     def prior_concentration(self) -> Tensor:
         return self.controller.prior_concentration  # type: ignore[return-value]
 
+    @property
+    def uncertainty_threshold(self) -> Tensor:
+        return self.controller.uncertainty_threshold  # type: ignore[return-value]
+
     def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
         expert = torch.full(x.shape[:2], self.expert_index, device=x.device)
         return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())

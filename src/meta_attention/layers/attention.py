@@ -17,6 +17,7 @@ from meta_attention.layers.cache import MetaAttentionCache, RoutedCacheLayer
 from meta_attention.layers.projections import (
     MetaAttentionRotaryEmbedding,
     Projections,
+    number_documents,
     positions_of,
 )
 from meta_attention.ops.heads import check_mask
@@ -52,8 +53,6 @@ class BayesianMetaAttentionLayer(nn.Module):
         layer_idx: Index of the layer in its model; picks its experts where layers differ.
     """
 
-    uncertainty_threshold: Tensor
-
     def __init__(self, config: MetaAttentionConfig, layer_idx: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -66,13 +65,6 @@ class BayesianMetaAttentionLayer(nn.Module):
         num_projections = 1 if config.shared_projections else len(experts)
         self.projections = nn.ModuleList(Projections(config) for _ in range(num_projections))
         self.rotary = MetaAttentionRotaryEmbedding(config) if config.use_rope else None
-        # a tensor, so that a schedule can move it without compiling anew
-        threshold = torch.tensor(config.uncertainty_threshold or 0.0, dtype=torch.float32)
-        self.register_buffer("uncertainty_threshold", threshold, persistent=False)
-
-    def reset_buffers(self) -> None:
-        """Fill the buffers anew, after the module was built without memory of its own."""
-        self.uncertainty_threshold.fill_(self.config.uncertainty_threshold or 0.0)
 
     def forward(
         self,
@@ -91,8 +83,9 @@ class BayesianMetaAttentionLayer(nn.Module):
                 cache ``[B, S]``, the S - T tokens before these included.
             position_ids: Absolute positions ``[B, T]``; default: counted from each row's first
                 token, and from the first of each document.
-            document_ids: ``[B, T]``, from 1 and rising along a row: tokens of different documents
-                packed into one row do not see each other. Default: one document.
+            document_ids: ``[B, T]``: tokens of different documents packed into one row do not see
+                each other. Neighbours of one number are one document; 0 is padding. Default: one
+                document.
             past_key_values: What earlier calls left; these tokens are added to it.
             rotation: Rotary cosines and sines of ``position_ids``, where a model shares them
                 among its layers.
@@ -113,7 +106,7 @@ class BayesianMetaAttentionLayer(nn.Module):
             routing=self.config.routing,
             sample=self.training and self.config.training_weights == "sample",
             signal=self.config.uncertainty_signal,
-            threshold=self.uncertainty_threshold,
+            threshold=self.controller.uncertainty_threshold,
         )
 
         # routes -> experts -> merge
@@ -240,7 +233,7 @@ class BayesianMetaAttentionLayer(nn.Module):
         if document_ids is not None:
             check_mask(document_ids, B, T)
             self._check_documents(memory)
-            mask = document_ids if mask is None else document_ids.masked_fill(~mask, 0)
+            mask = number_documents(document_ids, mask)
         if position_ids is None:
             return mask, positions_of(mask, B, T, past, x.device)
         if position_ids.shape not in ((B, T), (1, T)):

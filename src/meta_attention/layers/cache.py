@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import CacheError, ShapeError
 from meta_attention.experts import Expert, RecurrentExpert, build_experts
+from meta_attention.ops.heads import check_mask
 
 
 class RoutedCacheLayer(DynamicLayer):
@@ -26,6 +27,7 @@ class RoutedCacheLayer(DynamicLayer):
     def __init__(self, experts: Sequence[Expert]) -> None:
         super().__init__()
         reaches = [e.reach for e in experts if not isinstance(e, RecurrentExpert)]
+        self.has_window = any(reach is not None for reach in reaches)
         self.window = None if None in reaches else max((r for r in reaches if r), default=0)
         self.is_croppable = self.window is None and len(reaches) == len(experts)
         self.states: dict[str, Tensor] = {}
@@ -90,11 +92,17 @@ class MetaAttentionCache(Cache):
             experts = [build_experts(config, i) for i in range(config.num_hidden_layers)]
         self.layers: list[RoutedCacheLayer]  # type: ignore[assignment]
         super().__init__(layers=[RoutedCacheLayer(list(e.values())) for e in experts])
+        self.max_length = config.max_position_embeddings
         self.is_token: Tensor | None = None  # [B, S] boolean; None: no padding so far
 
     def extend_mask(self, attention_mask: Tensor | None, B: int, T: int) -> Tensor | None:
         """Mask [B, past + T] of all tokens, from that of all tokens or of the new ones only."""
         past = self.get_seq_length()
+        if past + T > self.max_length:
+            raise ShapeError(
+                f"the sequence must fit max_position_embeddings = {self.max_length}, got "
+                f"{past + T} tokens; shorten it or build the model with a larger value"
+            )
         new = attention_mask
         if new is not None and new.shape not in ((B, T), (B, past + T)):
             raise ShapeError(
@@ -110,8 +118,24 @@ class MetaAttentionCache(Cache):
             old = known.new_ones(B, past) if old is None else old
             new = known.new_ones(B, T) if new is None else new
             new = torch.cat([old.bool(), new.bool()], dim=1)
-        self.is_token = None if new is None else new.bool()
-        return self.is_token
+        if new is None:
+            return None
+        check_mask(new, B, past + T)
+        new = new.bool()
+        self._check_gaps(new)
+        self.is_token = new
+        return new
+
+    def _check_gaps(self, is_token: Tensor) -> None:
+        """Refuse padding between two tokens where a window would count it."""
+        if not any(layer.has_window for layer in self.layers):
+            return
+        follows = is_token.cumsum(dim=1)[:, :-1] > 0
+        if bool((is_token[:, 1:] & ~is_token[:, :-1] & follows).any()):
+            raise CacheError(
+                "a row must not go on after padding where an expert has a window, which counts "
+                "positions; pad prompts on the left"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens, in every layer or in none."""

@@ -49,6 +49,19 @@ class MetaAttentionRotaryEmbedding(KeepFloat32, LlamaRotaryEmbedding):
         return Heads(query, key, heads.value)
 
 
+def number_documents(document_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Documents [B, T] numbered from 1 along each row, 0 for padding.
+
+    Neighbours of one number are one document; a number that comes again starts another.
+    """
+    marks = document_ids.long()
+    if mask is not None:
+        marks = marks.masked_fill(~mask.bool(), 0)
+    starts = torch.ones_like(marks)
+    starts[:, 1:] = (marks[:, 1:] != marks[:, :-1]).long()
+    return starts.cumsum(dim=1).masked_fill(marks == 0, 0)
+
+
 def positions_of(mask: Tensor | None, B: int, T: int, past: int, device: torch.device) -> Tensor:
     """Absolute positions [B, T] of the last T tokens.
 

@@ -1,5 +1,6 @@
 """Decoder-only language model of routed blocks, as Transformers expects one."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,14 @@ from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import RoutingPosterior
 from meta_attention.controller.controllers import Controller
 from meta_attention.errors import ConfigError, ShapeError
-from meta_attention.layers import (
-    BayesianMetaAttentionLayer,
-    LayerOutput,
-    MetaAttentionCache,
-    MetaTransformerBlock,
+from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
+from meta_attention.layers.projections import (
+    MetaAttentionRotaryEmbedding,
+    number_documents,
+    positions_of,
 )
-from meta_attention.layers.projections import MetaAttentionRotaryEmbedding, positions_of
 from meta_attention.objective import mean_over_tokens, routing_loss
+from meta_attention.ops.heads import check_mask
 
 
 @dataclass
@@ -67,7 +68,7 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Controller | BayesianMetaAttentionLayer):
+        if isinstance(module, Controller):
             # buffers are not saved; a model loaded from disk starts without them
             module.reset_buffers()
         else:
@@ -79,9 +80,11 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
             raise ConfigError(
                 f"a threshold is for routing='gated', got routing={self.config.routing!r}"
             )
+        if not math.isfinite(threshold):
+            raise ConfigError(f"a threshold must be finite, got {threshold}")
         self.config.uncertainty_threshold = threshold
         for module in self.modules():
-            if isinstance(module, BayesianMetaAttentionLayer):
+            if isinstance(module, Controller):
                 module.reset_buffers()
 
 
@@ -133,7 +136,14 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ShapeError("exactly one of input_ids and inputs_embeds must be given")
+        if input_ids is not None and (input_ids.dim() != 2 or input_ids.is_floating_point()):
+            raise ShapeError(
+                f"input_ids must be whole numbers [B, T], got {input_ids.dtype} "
+                f"{list(input_ids.shape)}"
+            )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if x.dim() != 3:
+            raise ShapeError(f"inputs_embeds must be [B, T, D], got {list(x.shape)}")
         B, T, _ = x.shape
 
         if use_cache is None:
@@ -148,10 +158,12 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         mask = attention_mask
         if cache is not None:
             mask = cache.extend_mask(attention_mask, B, T)
+        check_mask(mask, B, past + T)
+        marks = None if mask is None else mask.bool()
+        if document_ids is not None:
+            check_mask(document_ids, B, T)
+            document_ids = marks = number_documents(document_ids, mask)
         if position_ids is None:
-            marks = document_ids
-            if marks is None and mask is not None:
-                marks = mask.bool()
             position_ids = positions_of(marks, B, T, past, x.device)
         rotation = None if self.rotary is None else self.rotary(x, position_ids)
 
@@ -166,7 +178,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         x = self.norm(x)
         hidden_states[-1] = x
 
-        new_mask = None if mask is None else mask[:, -T:]
+        new_mask = None if marks is None else marks[:, -T:] != 0
         return RoutedModelOutput(
             last_hidden_state=x,
             past_key_values=cache if use_cache else None,
@@ -179,11 +191,16 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
 
     def _cache_of(self, given: Cache | None, use_cache: bool) -> MetaAttentionCache | None:
         if isinstance(given, MetaAttentionCache):
+            if len(given.layers) != len(self.layers):
+                raise ConfigError(
+                    f"past_key_values must have {len(self.layers)} layers, got "
+                    f"{len(given.layers)}: it is of another model"
+                )
             return given
-        if given is not None and given.get_seq_length() > 0:
+        if given is not None:
             raise ConfigError(
-                f"past_key_values must be a MetaAttentionCache, got a {type(given).__name__} that "
-                "holds tokens: it has no states for the recurrent experts"
+                f"past_key_values must be a MetaAttentionCache, got a {type(given).__name__}: it "
+                "has no states for the recurrent experts"
             )
         return MetaAttentionCache(self.config) if use_cache else None
 
@@ -239,6 +256,13 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             output_hidden_states,
             **kwargs,
         )
+        if labels is not None and (
+            logits_to_keep != 0 or labels.shape != hidden.last_hidden_state.shape[:2]
+        ):
+            raise ShapeError(
+                f"labels must be [B, T] = {list(hidden.last_hidden_state.shape[:2])} and need all "
+                f"logits, got {list(labels.shape)} and logits_to_keep={logits_to_keep}"
+            )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden.last_hidden_state[:, keep])  # [B, T, V]
 

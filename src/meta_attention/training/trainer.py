@@ -73,7 +73,8 @@ class MetaAttentionTrainer(Trainer):
         self.kl_weight = kl_weight or Schedule.constant(config.kl_weight)
         self.uncertainty_threshold = uncertainty_threshold
         self.cost_weight = config.cost_weight if cost_weight is None else cost_weight
-        self._is_sampled = getattr(config, "training_weights", "mean") == "sample"
+        # a hard route is logged as it was taken, a soft one as it was believed
+        self._is_sampled = config.training_weights == "sample" and config.routing == "soft"
         # several GPUs in one process would be DataParallel, which is slower and splits the loss
         args._n_gpu = min(args.n_gpu, 1)
         super().__init__(
@@ -228,6 +229,10 @@ class MetaAttentionTrainer(Trainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's; its time does not count as training."""
         begin = time.perf_counter()
+        if self.uncertainty_threshold is not None:
+            # models are compared, and one is kept, as they will be used: at the last threshold
+            inner: Any = self.accelerator.unwrap_model(self.model)
+            inner.set_uncertainty_threshold(self.uncertainty_threshold.end)
         metrics = super().evaluate(*args, **kwargs)
         if self._clock is not None:
             self._clock += time.perf_counter() - begin
