@@ -200,6 +200,11 @@ class MetaAttentionConfig(PreTrainedConfig):
     def _check_experts(self) -> None:
         self.experts = _names("experts", self.experts)
         if self.layer_experts is not None:
+            if isinstance(self.layer_experts, str) or not isinstance(self.layer_experts, Sequence):
+                raise ConfigError(
+                    "layer_experts must be a list of expert names for each layer, "
+                    f"got {self.layer_experts!r}"
+                )
             self.layer_experts = tuple(
                 _names(f"layer_experts[{i}]", names) for i, names in enumerate(self.layer_experts)
             )
@@ -215,6 +220,13 @@ class MetaAttentionConfig(PreTrainedConfig):
                     f"got {self.expert_costs!r}"
                 )
             return
+        if not isinstance(self.expert_costs, Sequence):
+            raise ConfigError(
+                "expert_costs must be 'paper', 'flops' or one number per expert, "
+                f"got {self.expert_costs!r}"
+            )
+        for index, cost in enumerate(self.expert_costs):
+            _require_number(f"expert_costs[{index}]", cost)
         self.expert_costs = tuple(float(cost) for cost in self.expert_costs)
         check_costs(self.expert_costs)
         if len(self.expert_costs) != len(self.experts):
@@ -230,6 +242,13 @@ class MetaAttentionConfig(PreTrainedConfig):
         _require_choice("uncertainty_signal", self.uncertainty_signal, Signal)
         _require_choice("impl", self.impl, Impl)
         self._check_gate()
+        for name in ("prior_strength", "prior_floor", "kl_weight", "cost_weight"):
+            _require_number(name, getattr(self, name))
+        for name in ("initializer_range", "rms_norm_eps"):
+            _require_number(name, getattr(self, name))
+        for name in ("causal", "use_rope", "shared_projections"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         check_prior(self.prior_strength, self.prior_floor)
         for name in ("kl_weight", "cost_weight", "initializer_range", "rms_norm_eps"):
             if not 0.0 <= getattr(self, name) < math.inf:
@@ -244,6 +263,8 @@ class MetaAttentionConfig(PreTrainedConfig):
                     f"routing={self.routing!r}; leave it out"
                 )
             return
+        if threshold is not None:
+            _require_number("uncertainty_threshold", threshold)
         if threshold is None or not math.isfinite(threshold):
             raise ConfigError(
                 f"routing='gated' must have a finite uncertainty_threshold, got {threshold}"
@@ -282,6 +303,11 @@ def _require_count(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
 
 
+def _require_number(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+
+
 def _require_choice(name: str, value: object, choices: object) -> None:
     known = get_args(choices)
     if value not in known:
@@ -293,6 +319,8 @@ def _names(field: str, names: object) -> tuple[str, ...]:
         raise ConfigError(f"{field} must be a list of expert names, got {names!r}")
     if not names:
         raise ConfigError(f"{field} must name at least one expert, got none")
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{field} must be a list of expert names, got {names!r}")
     if len(set(names)) != len(names):
         raise ConfigError(f"{field} must name each expert once, got {list(names)}")
     return tuple(str(name) for name in names)

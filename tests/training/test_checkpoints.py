@@ -259,6 +259,12 @@ def test_a_checkpoint_of_the_same_config_is_accepted(finished):
     check_same_model(checkpoint, MetaAttentionConfig.from_pretrained(checkpoint))
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="must be one that can be made, got .*Not a directory"):
+        train_small(tmp_path / "file" / "run")
+
+
 def test_an_existing_run_is_not_overwritten(finished, tmp_path):
     with pytest.raises(ConfigError, match="already holds a run or a model; go on with it by --res"):
         open_run(finished, None, SMALL, resume=False)

@@ -54,7 +54,9 @@ def generate(
     top_k: Annotated[int | None, typer.Option(min=1, help="only this many likeliest")] = None,
     num_beams: Annotated[int, typer.Option(min=1, help="beam search when above 1")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="always the likeliest token")] = False,
-    seed: Annotated[int | None, typer.Option(help="makes sampling repeatable")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**32 - 1, help="makes sampling repeatable")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="print while writing")] = False,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
@@ -114,8 +116,10 @@ def _check_options(
         raise ConfigError(
             f"{other} does not sample; leave out --{given[0].replace('_', '-')} or {other}"
         )
-    if sampling["temperature"] == 0.0 or sampling["top_p"] == 0.0:
+    if 0.0 in (sampling["temperature"], sampling["top_p"]):
         raise ConfigError("--temperature and --top-p must be above 0; use --greedy instead")
+    if sampling["temperature"] is not None and sampling["temperature"] < 1e-3:
+        raise ConfigError("--temperature must be at least 0.001; use --greedy instead")
     if stream and as_json:
         raise ConfigError("--json prints one document at the end; leave out --stream or --json")
     if stream and num_beams > 1:

@@ -116,7 +116,9 @@ def train(
     lr: Annotated[float | None, _flag("highest learning rate")] = None,
     warmup: Annotated[int | None, _flag("steps until it is reached", min=0)] = None,
     weight_decay: Annotated[float | None, _flag("weight decay of AdamW", min=0.0)] = None,
-    seed: Annotated[int | None, _flag("of the weights and of the order of the blocks")] = None,
+    seed: Annotated[
+        int | None, _flag("of the weights and of the order of the blocks", min=0, max=2**32 - 1)
+    ] = None,
     kl_weight: Annotated[str | None, _flag("weight of the KL: a schedule, see below")] = None,
     routing: Annotated[
         Routing | None, _flag("soft: all experts by weight; hard: one; gated: hard where sure")

@@ -132,8 +132,9 @@ def evaluate_text(
             routing.add(weights, batch.is_new)
             kl.add(scores.output.concentrations, batch.is_new)
             if judge is not None:
+                beliefs = map(_belief, weights, scores.output.concentrations)
                 judge.add(
-                    scores.loss, [w[batch.is_predictor] for w in weights], partial(loss_of, batch)
+                    scores.loss, [b[batch.is_predictor] for b in beliefs], partial(loss_of, batch)
                 )
     return Evaluation(
         text=result,
@@ -147,6 +148,14 @@ def evaluate_text(
         device=str(model.device),
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def _belief(weights: Tensor, concentration: Tensor | None) -> Tensor:
+    """Expected weights: how sure a controller is of a route, also where it takes one expert only.
+
+    Without a posterior the weights themselves, which say nothing of a hard route.
+    """
+    return weights if concentration is None else RoutingPosterior(concentration).mean
 
 
 def layer_kl(layer: BayesianMetaAttentionLayer, concentration: Tensor | None) -> Tensor | None:

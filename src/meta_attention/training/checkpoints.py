@@ -124,12 +124,13 @@ def clear_write_errors(what: str, folder: Path, partial: Path | None = None) -> 
             raise
         reason = _first_line(error)
         is_full = getattr(error, "errno", None) == errno.ENOSPC
-        if is_full or shutil.disk_usage(folder).free < _FULL_DISK:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if is_full or shutil.disk_usage(there).free < _FULL_DISK:
             reason = f"no space left on the disk of {folder}"
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
         kept, _ = newest_checkpoint(folder)
-        rest = "no checkpoint had been saved before; free some space and start again"
+        rest = "no checkpoint had been saved before; make room or choose another folder"
         if kept is not None:
             rest = f"the last good checkpoint is {kept}; make room and go on with --resume"
         raise TrainingError(f"{what} could not be written: {reason}; {rest}") from error

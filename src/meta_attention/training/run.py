@@ -125,6 +125,12 @@ def train_model(
     if checkpoint is not None:
         check_same_model(checkpoint, model.config)
 
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder of a run must be one that can be made, got {out}: {error.strerror}"
+        ) from error
     trainer = MetaAttentionTrainer(
         model,
         args,
