@@ -261,7 +261,7 @@ def test_a_checkpoint_of_the_same_config_is_accepted(finished):
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="must be one that can be made, got .*Not a directory"):
+    with pytest.raises(ConfigError, match=r"must be one that can be made, got .*Not a directory"):
         train_small(tmp_path / "file" / "run")
 
 
