@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meta_attention.controller import RoutingPosterior
 from meta_attention.evaluation.calibration import CalibrationBin, CalibrationTally
-from meta_attention.evaluation.forcing import RouteJudge, RouteVerdict, attention_layers
+from meta_attention.evaluation.forcing import RouteJudge, RouteVerdict
 from meta_attention.evaluation.perplexity import (
     Advance,
     Perplexity,
@@ -102,11 +102,7 @@ def evaluate_text(
     """
     length, stride = choose_windows(model, length, stride)
     documents = tokenize_documents(model, tokenizer, text, max_tokens=max_tokens)
-    layers = attention_layers(model)
-    routing = RoutingTally(
-        [layer.expert_names for layer in layers], [layer.controller.costs for layer in layers]
-    )
-    kl = KLTally(layers)
+    routing = RoutingTally.of(model)
     calibration = CalibrationTally()
     judge = RouteJudge(model) if forced else None
 
@@ -129,8 +125,7 @@ def evaluate_text(
             weights = scores.output.routing_weights
             result += scores.total
             calibration.add(scores.confidence, scores.is_correct)
-            routing.add(weights, batch.is_new)
-            kl.add(scores.output.concentrations, batch.is_new)
+            routing.add(weights, batch.is_new, scores.output.concentrations)
             if judge is not None:
                 beliefs = map(_belief, weights, scores.output.concentrations)
                 judge.add(
@@ -138,7 +133,7 @@ def evaluate_text(
                 )
     return Evaluation(
         text=result,
-        routing=routing.summary(kl.means),
+        routing=routing.summary(),
         calibration=calibration.bins,
         ece=calibration.error,
         forced=None if judge is None else judge.verdict(),
@@ -163,31 +158,3 @@ def layer_kl(layer: BayesianMetaAttentionLayer, concentration: Tensor | None) ->
     if concentration is None or len(layer.expert_names) == 1:
         return None
     return RoutingPosterior(concentration).kl_to(layer.controller.prior_concentration)
-
-
-class KLTally:
-    """Mean KL to the prior of every layer, over batches.
-
-    Args:
-        layers: Layers of the model.
-    """
-
-    def __init__(self, layers: Sequence[BayesianMetaAttentionLayer]) -> None:
-        self.layers = layers
-        self.sums: list[float | None] = [0.0] * len(layers)
-        self.num_tokens = 0
-
-    def add(self, concentrations: Sequence[Tensor | None], mask: Tensor) -> None:
-        """Count the tokens of one batch: ``[B, T, E]`` per layer, mask ``[B, T]``."""
-        self.num_tokens += int(mask.sum())
-        for index, (layer, given) in enumerate(zip(self.layers, concentrations, strict=True)):
-            kl, known = layer_kl(layer, given), self.sums[index]
-            if kl is None or known is None:
-                self.sums[index] = None
-            else:
-                self.sums[index] = known + kl[mask].cpu().double().sum().item()
-
-    @property
-    def means(self) -> list[float | None]:
-        """Nats per layer; None where there is no prior or no choice."""
-        return [None if kl is None else kl / max(self.num_tokens, 1) for kl in self.sums]
