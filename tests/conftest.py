@@ -24,6 +24,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def kernel_device() -> str:
+    """Where kernels run: on the GPU, or in Triton's interpreter."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

@@ -7,6 +7,8 @@ import pytest
 from meta_attention import MetaAttentionConfig
 from meta_attention.errors import ConfigError
 
+GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
+
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
@@ -55,7 +57,12 @@ from meta_attention.errors import ConfigError
             {"routing": "gated", "uncertainty_threshold": 0.1, "controller": "prior_free"},
             "must be gated by one of mean_entropy, margin, got 'mutual_information'",
         ),
-        ({"training_weights": "max"}, "one of mean, sample, got 'max'"),
+        ({"training_weights": "max"}, "one of mean, sample, one_hot, got 'max'"),
+        (
+            {"training_weights": "one_hot", "routing": "soft"},
+            "'one_hot' draws a single expert, but routing='soft' mixes them; use 'mean' or",
+        ),
+        ({"route_gradient": "none"}, "route_gradient must be one of all, chosen, got 'none'"),
         ({"impl": "cuda"}, "one of auto, reference, triton, got 'cuda'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ],
@@ -64,6 +71,13 @@ def test_a_bad_value_gets_one_clear_sentence(kwargs, message):
     with pytest.raises(ConfigError, match=message) as error:
         MetaAttentionConfig(**kwargs)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("routing", [{"routing": "hard"}, GATED], ids=["hard", "gated"])
+@pytest.mark.parametrize("gradient", ["all", "chosen"])
+def test_hard_and_gated_routes_may_be_drawn(routing, gradient):
+    config = MetaAttentionConfig(training_weights="one_hot", route_gradient=gradient, **routing)
+    assert (config.training_weights, config.route_gradient) == ("one_hot", gradient)
 
 
 def test_layer_beyond_the_list_is_refused():
@@ -82,13 +96,15 @@ def test_config_survives_saving_and_loading(tmp_path):
         layer_experts=[["local"], ["full", "local"]],
         expert_costs=(1.0, 0.2),
         rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4},
-        training_weights="sample",
+        routing="hard",
+        training_weights="one_hot",
+        route_gradient="chosen",
     )
     config.save_pretrained(tmp_path)
     loaded = MetaAttentionConfig.from_pretrained(tmp_path)
     for name in ("experts", "layer_experts", "expert_costs", "rope_parameters", "head_dim"):
         assert getattr(loaded, name) == getattr(config, name), name
-    assert loaded.training_weights == "sample"
+    assert (loaded.training_weights, loaded.route_gradient) == ("one_hot", "chosen")
     assert loaded.experts_of(0) == ("local",)
 
 

@@ -12,7 +12,8 @@ from meta_attention.errors import ConfigError
 
 Impl = Literal["auto", "reference", "triton"]
 ControllerName = Literal["bayesian", "prior_free"]
-TrainingWeights = Literal["mean", "sample"]
+TrainingWeights = Literal["mean", "sample", "one_hot"]
+RouteGradient = Literal["all", "chosen"]
 RoutingName = Literal["soft", "hard", "gated"]
 Signal = Literal["entropy", "mean_entropy", "margin", "mutual_information", "vacuity"]
 
@@ -65,11 +66,17 @@ class MetaAttentionConfig(PreTrainedConfig):
         kl_weight: Weight of the KL term in the loss; the paper's beta_elbo.
         cost_weight: Weight of the projected cost in the loss; how a prior-free controller is told
             to be cheap.
-        training_weights: Routing weights while training: the posterior ``"mean"`` or a
-            reparameterised ``"sample"``. Evaluation always uses the mean.
-        routing: ``"soft"``: every token takes every expert, by weight. ``"hard"``: the one of
-            largest weight, with a straight-through gradient. ``"gated"``: hard where the
-            uncertainty is below the threshold, soft elsewhere.
+        training_weights: Routing weights while training: the posterior ``"mean"``, a
+            reparameterised ``"sample"`` of it (a hard route then takes the largest of a sample:
+            Thompson sampling), or ``"one_hot"``: a hard route takes one expert drawn with the
+            probabilities of the mean. Evaluation always uses the mean.
+        route_gradient: How hard routes teach the controller: ``"all"``: every expert runs in
+            training, and the gradient is that of the belief in all of them (straight-through).
+            ``"chosen"``: only the chosen expert runs, so that training saves time too, and its
+            weight carries the gradient of the belief in it. See ``choose_routes``.
+        routing: ``"soft"``: every token takes every expert, by weight. ``"hard"``: one expert, that
+            of largest weight. ``"gated"``: hard where the uncertainty is below the threshold, soft
+            elsewhere.
         uncertainty_signal: What gates: ``"mutual_information"``, ``"mean_entropy"``, ``"margin"``
             (as 1 - margin), ``"vacuity"`` or ``"entropy"`` (the paper's U).
         uncertainty_threshold: The paper's eta; needed by ``"gated"`` and by nothing else. Raising
@@ -117,6 +124,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     kl_weight: float = 1.0
     cost_weight: float = 0.0
     training_weights: TrainingWeights = "mean"
+    route_gradient: RouteGradient = "all"
     routing: RoutingName = "soft"
     uncertainty_signal: Signal = "mutual_information"
     uncertainty_threshold: float | None = None
@@ -238,9 +246,15 @@ class MetaAttentionConfig(PreTrainedConfig):
     def _check_routing(self) -> None:
         _require_choice("controller", self.controller, ControllerName)
         _require_choice("training_weights", self.training_weights, TrainingWeights)
+        _require_choice("route_gradient", self.route_gradient, RouteGradient)
         _require_choice("routing", self.routing, RoutingName)
         _require_choice("uncertainty_signal", self.uncertainty_signal, Signal)
         _require_choice("impl", self.impl, Impl)
+        if self.routing == "soft" and self.training_weights == "one_hot":
+            raise ConfigError(
+                "training_weights='one_hot' draws a single expert, but routing='soft' mixes them; "
+                "use 'mean' or 'sample', or routing='hard' or 'gated'"
+            )
         self._check_gate()
         for name in ("prior_strength", "prior_floor", "kl_weight", "cost_weight"):
             _require_number(name, getattr(self, name))

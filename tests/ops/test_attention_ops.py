@@ -232,9 +232,18 @@ class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("op", OPS)
 def test_triton_asked_for_by_name_is_not_replaced(op):
+    """Kernels have no float64, so asking for one raises; nor do they run on a CPU as they are."""
     tested, _ = pair(op, window=4)
-    with pytest.raises(BackendUnavailableError, match="has no Triton kernel"):
+    with pytest.raises(BackendUnavailableError, match=r"computes in .*, got torch.float64"):
         tested(*make_heads(1, 4, 1, 1, 4), causal=True, impl="triton")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_on_a_cpu_need_the_interpreter(op, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    tested, _ = pair(op, window=4)
+    with pytest.raises(BackendUnavailableError, match="needs CUDA tensors, got cpu"):
+        tested(*make_heads(1, 4, 1, 1, 4, torch.float32), causal=True, impl="triton")
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -4,8 +4,10 @@ from meta_attention.experts.base import (
     Expert,
     Heads,
     RecurrentExpert,
+    SoftmaxExpert,
     build_experts,
     expert_costs,
+    keep_listed,
     known_experts,
     register_expert,
 )
@@ -22,8 +24,10 @@ __all__ = [
     "LinearAttention",
     "LocalAttention",
     "RecurrentExpert",
+    "SoftmaxExpert",
     "build_experts",
     "expert_costs",
+    "keep_listed",
     "known_experts",
     "register_expert",
 ]

@@ -3,18 +3,24 @@
 An expert turns heads into rows: queries, keys and values in, one row per query and head out.
 Projections, rotary positions, routing, caching and merging belong to the layer.
 
-There are two kinds. An :class:`Expert` looks at the keys and values of all tokens so far; a
-:class:`RecurrentExpert` carries a state in their place.
+There are three kinds. An :class:`Expert` looks at the keys and values of all tokens so far; a
+:class:`SoftmaxExpert` does so by softmax attention within a window, which the layer runs itself; a
+:class:`RecurrentExpert` carries a state in place of keys and values.
+
+Under hard routing an expert works on a list of tokens. One that only gives ``forward`` still
+works: its rows are computed for all tokens, and those of the list are kept.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import ConfigError
+from meta_attention.ops.route_plan import QueryList
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,12 @@ class Expert(nn.Module):
         """
         raise NotImplementedError
 
+    def attend(
+        self, heads: Heads, x: Tensor, mask: Tensor | None, queries: QueryList, rows: Tensor
+    ) -> Tensor:
+        """``rows`` ``[B, T, H, P]`` with those of the listed tokens written; others as they are."""
+        return keep_listed(queries, self(heads, x, mask), rows)
+
     def flops(self, length: int) -> float:
         """Floating-point operations per token and layer, mean over a sequence of ``length``.
 
@@ -87,6 +99,31 @@ class Expert(nn.Module):
         return 4.0 * self.num_heads * self.head_dim * keys
 
 
+class SoftmaxExpert(Expert):
+    """Softmax attention within a window. Those of a layer run together, in one kernel."""
+
+    @property
+    def window(self) -> int | None:
+        """How many positions a token sees on each allowed side of it; None: all."""
+        return None
+
+    @property
+    def reach(self) -> int | None:
+        return self.window
+
+    def finish(self, rows: Tensor, x: Tensor) -> Tensor:
+        """What becomes of the rows ``[B, T, H, P]`` of attention; x is the layer's input."""
+        return rows
+
+    @property
+    def has_finish(self) -> bool:
+        return type(self).finish is not SoftmaxExpert.finish
+
+    def flops(self, length: int) -> float:
+        window = length if self.window is None else self.window
+        return self.attention_flops(visible_keys(length, window, causal=self.causal))
+
+
 class RecurrentExpert(Expert):
     """An expert that needs of the past only a state, updated by every token."""
 
@@ -102,6 +139,27 @@ class RecurrentExpert(Expert):
             state: What an earlier call returned ``[B, ...]``; None at the start.
         """
         raise NotImplementedError
+
+    def attend(  # type: ignore[override]  # a state in, a state out
+        self,
+        heads: Heads,
+        x: Tensor,
+        mask: Tensor | None,
+        state: Tensor | None,
+        queries: QueryList,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`Expert.attend`, and the state after the last token, listed or not."""
+        own, state = self(heads, x, mask, state)
+        return keep_listed(queries, own, rows), state
+
+
+def keep_listed(queries: QueryList, own: Tensor, rows: Tensor) -> Tensor:
+    """``rows`` [B, T, H, P] with those of the list taken from ``own``."""
+    T, H = rows.shape[1:3]
+    listed = queries.is_listed(T)  # [B, T, G]
+    listed = listed.repeat_interleave(H // listed.shape[2], dim=2)
+    return torch.where(listed.unsqueeze(-1), own, rows)
 
 
 def visible_keys(length: int, window: int, *, causal: bool) -> float:

@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from meta_attention.experts.base import Expert, Heads, register_expert, visible_keys
+from meta_attention.experts.base import Heads, SoftmaxExpert, register_expert
 from meta_attention.ops.full_attention import full_attention
 
 
 @register_expert("full")
-class FullAttention(Expert):
+class FullAttention(SoftmaxExpert):
     """Every token sees all tokens (causal: all before it). The paper's E1."""
 
     paper_cost = 1.0
@@ -17,6 +17,3 @@ class FullAttention(Expert):
         return full_attention(
             heads.query, heads.key, heads.value, causal=self.causal, mask=mask, impl=self.impl
         )
-
-    def flops(self, length: int) -> float:
-        return self.attention_flops(visible_keys(length, length, causal=self.causal))

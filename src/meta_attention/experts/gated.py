@@ -20,7 +20,9 @@ class GatedFullAttention(FullAttention):
         self.gate = nn.Linear(config.hidden_size, self.num_heads * self.head_dim, bias=False)
 
     def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
-        rows = super().forward(heads, x, mask)  # [B, T, H, P]
+        return self.finish(super().forward(heads, x, mask), x)
+
+    def finish(self, rows: Tensor, x: Tensor) -> Tensor:
         return rows * torch.sigmoid(self.gate(x)).view_as(rows)
 
     def flops(self, length: int) -> float:

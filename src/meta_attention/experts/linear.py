@@ -4,6 +4,7 @@ from torch import Tensor
 
 from meta_attention.experts.base import Heads, RecurrentExpert, register_expert
 from meta_attention.ops.linear_attention import linear_attention
+from meta_attention.ops.route_plan import QueryList
 
 
 @register_expert("linear")
@@ -18,6 +19,17 @@ class LinearAttention(RecurrentExpert):
     def forward(  # type: ignore[override]  # as RecurrentExpert
         self, heads: Heads, x: Tensor, mask: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        return self.attend(heads, x, mask, state)
+
+    def attend(  # type: ignore[override]  # as RecurrentExpert; without a list, all rows
+        self,
+        heads: Heads,
+        x: Tensor,
+        mask: Tensor | None,
+        state: Tensor | None,
+        queries: QueryList | None = None,
+        rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         return linear_attention(
             heads.query,
             heads.key,
@@ -25,6 +37,8 @@ class LinearAttention(RecurrentExpert):
             causal=self.causal,
             mask=mask,
             initial_state=state,
+            queries=queries,
+            rows=rows,
             impl=self.impl,
         )
 

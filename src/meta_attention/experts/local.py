@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from meta_attention.config import MetaAttentionConfig
-from meta_attention.experts.base import Expert, Heads, register_expert, visible_keys
+from meta_attention.experts.base import Heads, SoftmaxExpert, register_expert
 from meta_attention.ops.local_attention import local_attention
 
 
 @register_expert("local")
-class LocalAttention(Expert):
+class LocalAttention(SoftmaxExpert):
     """Every token sees its neighbours within the window. The paper's E3."""
 
     paper_cost = 0.30
@@ -16,11 +16,11 @@ class LocalAttention(Expert):
 
     def __init__(self, config: MetaAttentionConfig) -> None:
         super().__init__(config)
-        self.window = config.window_size
+        self.window_size = config.window_size
 
     @property
-    def reach(self) -> int:
-        return self.window
+    def window(self) -> int:
+        return self.window_size
 
     def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
         return local_attention(
@@ -32,6 +32,3 @@ class LocalAttention(Expert):
             mask=mask,
             impl=self.impl,
         )
-
-    def flops(self, length: int) -> float:
-        return self.attention_flops(visible_keys(length, self.window, causal=self.causal))

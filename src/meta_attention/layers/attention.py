@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import Posterior, build_controller
 from meta_attention.errors import ConfigError, ShapeError
-from meta_attention.experts import Heads, RecurrentExpert, build_experts, expert_costs
+from meta_attention.experts import (
+    Expert,
+    Heads,
+    RecurrentExpert,
+    SoftmaxExpert,
+    build_experts,
+    expert_costs,
+    keep_listed,
+)
 from meta_attention.layers.cache import MetaAttentionCache, RoutedCacheLayer
 from meta_attention.layers.projections import (
     MetaAttentionRotaryEmbedding,
@@ -21,7 +29,9 @@ from meta_attention.layers.projections import (
     positions_of,
 )
 from meta_attention.ops.heads import check_mask
-from meta_attention.ops.route_merge import route_merge
+from meta_attention.ops.route_merge import route_merge, take_chosen
+from meta_attention.ops.route_plan import RoutePlan, plan_routes
+from meta_attention.ops.routed_attention import routed_attention
 from meta_attention.routing import Routes, choose_routes
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, P] each
@@ -104,15 +114,20 @@ class BayesianMetaAttentionLayer(nn.Module):
         routes = choose_routes(
             posterior,
             routing=self.config.routing,
-            sample=self.training and self.config.training_weights == "sample",
+            draw=self.config.training_weights if self.training else "mean",
+            gradient=self.config.route_gradient,
             signal=self.config.uncertainty_signal,
             threshold=self.controller.uncertainty_threshold,
         )
 
-        # routes -> experts -> merge
+        # routes -> plan -> experts -> merge
         heads = self._project(x, position_ids, rotation)
-        rows = self._attend(heads, x, mask, memory)
-        output = self._merge(rows, routes)
+        plan = self._plan(routes, is_padding)
+        if plan is None:
+            rows = self._attend(heads, x, mask, memory)
+        else:
+            rows = self._attend_listed(heads, x, mask, memory, plan)
+        output = self._merge(rows, routes, plan)
 
         # what the objective needs
         kl = posterior.kl_to(self.controller.prior_concentration)
@@ -134,6 +149,20 @@ class BayesianMetaAttentionLayer(nn.Module):
                 heads[kind._replace(rotated=True)] = self.rotary.rotate(plain, cos, sin)
         return heads
 
+    def _plan(self, routes: Routes, is_padding: Tensor | None) -> RoutePlan | None:
+        """Which tokens each expert works on; None where all experts work on all tokens."""
+        if self.config.routing == "soft" or len(self.experts) == 1:
+            return None
+        if routes.weights.requires_grad and self.config.route_gradient == "all":
+            # a straight-through gradient reads the rows that were not chosen, too
+            return None
+        return plan_routes(
+            routes.weights,
+            mask=None if is_padding is None else ~is_padding,
+            is_exclusive=self.config.routing == "hard",
+            impl=self.config.impl,
+        )
+
     def _attend(
         self,
         heads: dict[HeadsKind, Heads],
@@ -142,14 +171,7 @@ class BayesianMetaAttentionLayer(nn.Module):
         memory: RoutedCacheLayer | None,
     ) -> list[Tensor]:
         """Rows [B, T, H * P] of every expert."""
-        new_mask = None if mask is None else mask[:, -x.shape[1] :]
-        with_past, past_mask = heads, mask
-        if memory is not None:
-            with_past = self._remember(heads, memory)
-            kept = next(iter(with_past.values())).key.shape[1] if with_past else 0
-            # a window may have dropped the oldest keys
-            past_mask = None if mask is None else mask[:, mask.shape[1] - kept :]
-
+        with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
         rows = []
         for index, (name, expert) in enumerate(zip(self.expert_names, self.experts, strict=True)):
             kind = self._kind_of(index)
@@ -164,6 +186,91 @@ class BayesianMetaAttentionLayer(nn.Module):
         if memory is not None:
             memory.advance(x.shape[1])
         return rows
+
+    def _attend_listed(
+        self,
+        heads: dict[HeadsKind, Heads],
+        x: Tensor,
+        mask: Tensor | None,
+        memory: RoutedCacheLayer | None,
+        plan: RoutePlan,
+    ) -> list[Tensor]:
+        """Rows [B, T, H * P] of every expert for its own tokens; one for all under hard routing."""
+        with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
+        query = next(iter(heads.values())).query
+        # where each token takes one expert and all share what follows, they share a buffer
+        shares = plan.is_exclusive and self.config.shared_projections
+        buffers = [torch.zeros_like(query) if self._leaves_gaps(mask) else torch.empty_like(query)]
+        if not shares:
+            buffers = [torch.zeros_like(query) for _ in self.experts]
+
+        for kind, windows in self._windows_by_kind().items():
+            rows = routed_attention(
+                with_past[kind].query,
+                with_past[kind].key,
+                with_past[kind].value,
+                plan,
+                windows,
+                causal=self.config.causal,
+                mask=past_mask,
+                rows=buffers[0] if shares else None,
+                impl=self.config.impl,
+            )
+            for slot, index in enumerate(windows):
+                own = rows if plan.is_exclusive else rows[slot]
+                expert: SoftmaxExpert = self.experts[index]  # type: ignore[assignment]
+                if expert.has_finish:
+                    own = keep_listed(plan.list_of(index), expert.finish(own, x), own)
+                    rows = own if shares else rows
+                buffers[0 if shares else index] = own
+
+        for index, (name, other) in enumerate(zip(self.expert_names, self.experts, strict=True)):
+            expert_heads, buffer = self._kind_of(index), 0 if shares else index
+            queries = plan.list_of(index)
+            if isinstance(other, RecurrentExpert):
+                state = None if memory is None else memory.states.get(name)
+                buffers[buffer], state = other.attend(
+                    heads[expert_heads], x, new_mask, state, queries, buffers[buffer]
+                )
+                if memory is not None:
+                    memory.states[name] = state
+            elif isinstance(other, Expert) and not isinstance(other, SoftmaxExpert):
+                buffers[buffer] = other.attend(
+                    with_past[expert_heads], x, past_mask, queries, buffers[buffer]
+                )
+        if memory is not None:
+            memory.advance(x.shape[1])
+        return [buffer.flatten(2) for buffer in buffers]
+
+    def _windows_by_kind(self) -> dict[HeadsKind, dict[int, int | None]]:
+        """Softmax experts, by the heads they see: those of one kind run in one kernel."""
+        windows: dict[HeadsKind, dict[int, int | None]] = {}
+        for index, expert in enumerate(self.experts):
+            if isinstance(expert, SoftmaxExpert):
+                windows.setdefault(self._kind_of(index), {})[index] = expert.window
+        return windows
+
+    def _leaves_gaps(self, mask: Tensor | None) -> bool:
+        """Whether rows may be read that nobody has written: those of padding, say."""
+        return mask is not None or any(
+            isinstance(e, SoftmaxExpert) and e.has_finish for e in self.experts
+        )
+
+    def _with_past(
+        self,
+        heads: dict[HeadsKind, Heads],
+        mask: Tensor | None,
+        memory: RoutedCacheLayer | None,
+        T: int,
+    ) -> tuple[dict[HeadsKind, Heads], Tensor | None, Tensor | None]:
+        """Heads that see the cache, and the masks of the new tokens and of all they see."""
+        new_mask = None if mask is None else mask[:, -T:]
+        if memory is None:
+            return heads, new_mask, mask
+        with_past = self._remember(heads, memory)
+        kept = next(iter(with_past.values())).key.shape[1] if with_past else 0
+        # a window may have dropped the oldest keys
+        return with_past, new_mask, None if mask is None else mask[:, mask.shape[1] - kept :]
 
     def _remember(
         self, heads: dict[HeadsKind, Heads], memory: RoutedCacheLayer
@@ -196,14 +303,17 @@ class BayesianMetaAttentionLayer(nn.Module):
         own = 0 if self.config.shared_projections else index
         return HeadsKind(own, self.rotary is not None and bool(self.experts[index].uses_rope))
 
-    def _merge(self, rows: list[Tensor], routes: Routes) -> Tensor:
+    def _merge(self, rows: list[Tensor], routes: Routes, plan: RoutePlan | None) -> Tensor:
         """Weighted sum [B, T, D]: before the output projection if it is shared, after otherwise."""
-        impl = self.config.impl
+        impl, only_listed = self.config.impl, plan is not None
         projections: list[Projections] = list(self.projections)  # type: ignore[arg-type]
-        if self.config.shared_projections:
-            return projections[0].output(route_merge(routes.weights, rows, impl=impl))
-        outputs = [p.output(row) for p, row in zip(projections, rows, strict=True)]
-        return route_merge(routes.weights, outputs, impl=impl)
+        if not self.config.shared_projections:
+            outputs = [p.output(row) for p, row in zip(projections, rows, strict=True)]
+            return route_merge(routes.weights, outputs, only_listed=only_listed, impl=impl)
+        if plan is not None and plan.is_exclusive:
+            return projections[0].output(take_chosen(routes.weights, rows[0]))
+        merged = route_merge(routes.weights, rows, only_listed=only_listed, impl=impl)
+        return projections[0].output(merged)
 
     def _check_inputs(
         self,

@@ -8,9 +8,10 @@ s runs over the tokens up to t when causal, over all tokens otherwise; never ove
 from torch import Tensor
 
 from meta_attention.config import Impl
-from meta_attention.ops.backend import require_reference
+from meta_attention.ops.backend import choose_impl
 from meta_attention.ops.full_attention.reference import full_attention_reference
 from meta_attention.ops.heads import check_heads
+from meta_attention.ops.routed_attention import attend_all
 
 __all__ = ["full_attention"]
 
@@ -40,5 +41,7 @@ def full_attention(
         ``[B, T, H, P]``; rows of padding are zero.
     """
     check_heads(query, key, value, mask)
-    require_reference("full_attention", impl)
+    # "auto" is PyTorch's: its own kernels are the fastest for a list of all tokens
+    if impl != "auto" and choose_impl("full_attention", impl, query) == "triton":
+        return attend_all(query, key, value, None, causal=causal, mask=mask, impl="triton")
     return full_attention_reference(query, key, value, causal, mask)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from meta_attention.config import Impl
 from meta_attention.errors import ConfigError
-from meta_attention.ops.backend import require_reference
+from meta_attention.ops.backend import choose_impl
 from meta_attention.ops.heads import check_heads
 from meta_attention.ops.local_attention.reference import local_attention_reference
+from meta_attention.ops.routed_attention import attend_all
 
 __all__ = ["local_attention"]
 
@@ -46,5 +47,6 @@ def local_attention(
     check_heads(query, key, value, mask)
     if window < 1:
         raise ConfigError(f"window must be >= 1, got {window}")
-    require_reference("local_attention", impl)
+    if choose_impl("local_attention", impl, query) == "triton":
+        return attend_all(query, key, value, window, causal=causal, mask=mask, impl="triton")
     return local_attention_reference(query, key, value, window, causal, mask)

@@ -1,0 +1,308 @@
+"""Floating-point operations of a forward, counted for the routes that were executed.
+
+A multiplication with its addition counts as two, as everywhere. Counted are the matrix products:
+
+    attention      scores and values of the keys that each listed row sees, and its gate if it has
+                   one; a linear state's update by every token, and its reads by listed rows
+    projections    query, key, value and output, of every token
+    controller     its MLP, of every token
+    feed-forward   its three matrices, of every token
+    head           hidden states to logits
+
+Norms, softmax, rotary positions, activations, the merge and the embedding are left out. The first
+line counts to the key: what an implementation computes and masks away within a block is left out,
+and so is padding. The others run on padding too, and count it. None of it is time.
+
+Shapes: B batch, T sequence, S = past + T, G route groups, E experts.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.controller.features import NUM_EXTRA_FEATURES
+from meta_attention.errors import ConfigError, ShapeError
+from meta_attention.experts import (
+    Expert,
+    FullAttention,
+    GatedFullAttention,
+    LinearAttention,
+    LocalAttention,
+    RecurrentExpert,
+    build_experts,
+)
+from meta_attention.ops.heads import check_mask
+from meta_attention.ops.route_plan import QueryList, RoutePlan, plan_routes
+
+LENGTHS = tuple(1024 * 2**n for n in range(8))  # 1k to 128k tokens
+
+# softmax over what is in reach; a row of another expert counts as the mean over all positions
+_COUNTED_BY_POSITION = (FullAttention, GatedFullAttention, LocalAttention)
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Operations by what they are for."""
+
+    attention: float = 0.0
+    projections: float = 0.0
+    controller: float = 0.0
+    feed_forward: float = 0.0
+    head: float = 0.0
+
+    @property
+    def layer(self) -> float:
+        """Attention with its projections and the controller."""
+        return self.attention + self.projections + self.controller
+
+    @property
+    def model(self) -> float:
+        """Everything."""
+        return self.layer + self.feed_forward + self.head
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """What one sequence costs, and what it would with full attention in every layer."""
+
+    length: int
+    routed: Flops
+    full: Flops
+
+    def to_dict(self) -> dict[str, float | dict[str, float]]:
+        """Attention alone, whole attention layers, and the whole model."""
+        costs = {
+            name: {
+                "gflop_per_token": getattr(self.routed, name) / self.length / 1e9,
+                "tflop_per_sequence": getattr(self.routed, name) / 1e12,
+                "relative_to_full": getattr(self.routed, name) / getattr(self.full, name),
+            }
+            for name in ("attention", "layer", "model")
+        }
+        return {"length": self.length, **costs}
+
+
+def count_layer(
+    config: MetaAttentionConfig,
+    executed: RoutePlan | Tensor,
+    *,
+    layer_idx: int = 0,
+    mask: Tensor | None = None,
+    past: int = 0,
+) -> Flops:
+    """Operations of one layer's forward, summed over the batch.
+
+    Args:
+        config: Model configuration.
+        executed: The query lists that were run, or routing weights ``[B, T, E]``, of which every
+            one above zero is a row that was run. While training with ``route_gradient="all"`` all
+            experts run whatever the weights say.
+        layer_idx: Index of the layer in its model.
+        mask: ``[B, S]``, 0 for padding: boolean, or the documents packed into a row, in rising
+            order.
+        past: Cached tokens before these.
+    """
+    plan = _plan_of(executed, mask, past)
+    B, _, E, T = plan.positions.shape
+    check_mask(mask, B, past + T)
+    marks = mask
+    if marks is None:
+        marks = torch.ones(B, past + T, dtype=torch.bool, device=plan.positions.device)
+    experts = _experts_of(config, layer_idx)
+    if len(experts) != E:
+        raise ShapeError(
+            f"layer {layer_idx} must have lists for its {len(experts)} experts, got {E}"
+        )
+    attention = sum(
+        _attention_flops(expert, plan.list_of(index), marks) for index, expert in enumerate(experts)
+    )
+    return Flops(
+        attention,
+        B * T * _projection_flops(config, layer_idx),
+        B * T * _controller_flops(config, layer_idx),
+    )
+
+
+def count_model(
+    config: MetaAttentionConfig,
+    executed: Sequence[RoutePlan | Tensor],
+    *,
+    mask: Tensor | None = None,
+    past: int = 0,
+    logits_to_keep: int = 0,
+) -> Flops:
+    """Operations of a model's forward, summed over the batch.
+
+    Args:
+        config: Model configuration.
+        executed: For each layer what :func:`count_layer` takes, such as the ``routing_weights`` of
+            a model's output.
+        mask: ``[B, S]``, 0 for padding, or documents; as there.
+        past: Cached tokens before these.
+        logits_to_keep: As the model was called; 0: logits of all tokens.
+    """
+    if len(executed) != config.num_hidden_layers:
+        raise ShapeError(
+            f"executed must have one entry for each of {config.num_hidden_layers} layers, "
+            f"got {len(executed)}"
+        )
+    plans = [_plan_of(lists, mask, past) for lists in executed]
+    total = Flops()
+    for layer_idx, plan in enumerate(plans):
+        total += count_layer(config, plan, layer_idx=layer_idx, mask=mask, past=past)
+    B, _, _, T = plans[0].positions.shape
+    kept = min(logits_to_keep or T, T)
+    return total + Flops(
+        feed_forward=B * T * _feed_forward_flops(config), head=B * kept * _head_flops(config)
+    )
+
+
+def count_mix(config: MetaAttentionConfig, mix: Mapping[str, float], length: int) -> Flops:
+    """Operations of a model on one sequence, its tokens shared out among experts as in ``mix``.
+
+    Args:
+        config: Model configuration; its layers must have the experts of the mix.
+        mix: Share of the tokens each expert takes in every layer, spread evenly over positions.
+        length: Tokens of the sequence.
+    """
+    check_mix(mix)
+    attention = projections = controller = 0.0  # of a token, mean over the sequence
+    for layer_idx in range(config.num_hidden_layers):
+        names = config.experts_of(layer_idx)
+        missing = [name for name in mix if name not in names]
+        if missing:
+            raise ConfigError(
+                f"a mix must share tokens among the experts of layer {layer_idx}, "
+                f"{', '.join(names)}, got {missing[0]!r}"
+            )
+        for name, expert in zip(names, _experts_of(config, layer_idx), strict=True):
+            update = _update_flops(expert, length)
+            attention += update + mix.get(name, 0.0) * (expert.flops(length) - update)
+        projections += _projection_flops(config, layer_idx)
+        controller += _controller_flops(config, layer_idx)
+    return Flops(
+        length * attention,
+        length * projections,
+        length * controller,
+        length * _feed_forward_flops(config),
+        length * _head_flops(config),
+    )
+
+
+def check_mix(mix: Mapping[str, float]) -> None:
+    """Raise unless the shares are not negative and sum to 1."""
+    for name, share in mix.items():
+        if not 0.0 <= share < math.inf:
+            raise ConfigError(f"the share of {name!r} in a mix must be >= 0, got {share}")
+    total = math.fsum(mix.values())
+    if abs(total - 1.0) > 1e-6:
+        raise ConfigError(f"the shares of a mix must sum to 1, got {total:g}")
+
+
+def cost_table(
+    config: MetaAttentionConfig, mix: Mapping[str, float], lengths: Sequence[int] = LENGTHS
+) -> list[CostRow]:
+    """What a mix costs at several lengths, next to the same model with full attention only.
+
+    That model has no controller: its layers have nothing to choose.
+    """
+    full = copy.copy(config)
+    full.experts, full.layer_experts = ("full",), None
+    return [
+        CostRow(length, count_mix(config, mix, length), count_mix(full, {"full": 1.0}, length))
+        for length in lengths
+    ]
+
+
+def _plan_of(executed: RoutePlan | Tensor, mask: Tensor | None, past: int) -> RoutePlan:
+    if isinstance(executed, RoutePlan):
+        return executed
+    new_mask = None if mask is None else mask[:, past:]
+    return plan_routes(executed, mask=new_mask, is_exclusive=False)
+
+
+def _experts_of(config: MetaAttentionConfig, layer_idx: int) -> list[Expert]:
+    with torch.device("meta"):
+        return list(build_experts(config, layer_idx).values())
+
+
+def _attention_flops(expert: Expert, listed: QueryList, marks: Tensor) -> float:
+    """Operations of one expert on its list, under marks [B, S] as a mask has them."""
+    B, G, T = listed.positions.shape
+    S = marks.shape[1]
+    # a group's list is for its share of the heads
+    rows = listed.count.sum().item() / G
+    if type(expert) not in _COUNTED_BY_POSITION:
+        update = _update_flops(expert, S)
+        tokens = (marks[:, S - T :] != 0).sum().item()
+        return tokens * update + rows * (expert.flops(S) - update)
+
+    is_listed = torch.arange(T, device=listed.count.device) < listed.count.unsqueeze(-1)
+    # beyond its count a list may hold anything
+    positions = listed.positions.long().masked_fill(~is_listed, 0)
+    seen = _visible_keys(marks, expert.reach, causal=expert.causal)[:, S - T :]
+    keys = seen.unsqueeze(1).expand(B, G, T).gather(2, positions).masked_fill(~is_listed, 0)
+    flops = expert.attention_flops(keys.sum().item() / G)
+    if isinstance(expert, GatedFullAttention):
+        flops += rows * 2.0 * expert.gate.weight.numel()
+    return flops
+
+
+def _visible_keys(marks: Tensor, window: int | None, *, causal: bool) -> Tensor:
+    """Keys [B, S] that each token sees, itself included; no window: at any distance."""
+    B, S = marks.shape
+    at = torch.arange(S, device=marks.device).expand(B, -1)
+    first, last = torch.zeros_like(at), torch.full_like(at, S - 1)
+    if marks.dtype != torch.bool:
+        # a document goes on through padding until the next one begins
+        documents = marks.cummax(dim=1).values
+        differs = documents[:, 1:] != documents[:, :-1]
+        first = torch.where(F.pad(differs, (1, 0)), at, 0).cummax(dim=1).values
+        last = torch.where(F.pad(differs, (0, 1)), at, S - 1).flip(1).cummin(dim=1).values.flip(1)
+    if window is not None:
+        first, last = first.maximum(at - window), last.minimum(at + window)
+    if causal:
+        last = at
+    tokens_before = F.pad((marks != 0).cumsum(dim=1), (1, 0))  # [B, S + 1]
+    return tokens_before.gather(1, last + 1) - tokens_before.gather(1, first)
+
+
+def _update_flops(expert: Expert, length: int) -> float:
+    """Operations that every token costs, whatever its route."""
+    if type(expert) is LinearAttention:
+        return 2.0 * expert.head_dim * (expert.head_dim + 1) * expert.num_key_value_heads
+    # how another state's operations divide into updates and reads is not known
+    return expert.flops(length) if isinstance(expert, RecurrentExpert) else 0.0
+
+
+def _projection_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
+    # query and output, key and value
+    heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
+    sets = 1 if config.shared_projections else len(config.experts_of(layer_idx))
+    return 2.0 * config.hidden_size * heads * config.head_dim * sets
+
+
+def _controller_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
+    num_experts = len(config.experts_of(layer_idx))
+    if num_experts == 1:
+        return 0.0
+    inputs = config.hidden_size + NUM_EXTRA_FEATURES
+    return 2.0 * config.controller_hidden_size * (inputs + num_experts)
+
+
+def _feed_forward_flops(config: MetaAttentionConfig) -> float:
+    """Of all layers."""
+    return 6.0 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
+
+
+def _head_flops(config: MetaAttentionConfig) -> float:
+    return 2.0 * config.hidden_size * config.vocab_size

@@ -1,0 +1,414 @@
+"""Linear attention over query lists in three passes, and their mirror image for the gradients.
+
+    chunk sums    keys and values of every chunk                  parallel over chunks
+    scan          the state before every chunk, and the last      parallel over the state
+    rows          state before, and the chunk up to the row       parallel over tiles of rows
+
+Backward works out the states again, which costs less than to keep them. Then queries take the
+place of keys: their sums, scanned from the end, are the gradients of the states.
+
+Decay enters as its sum since the start of the chunk, so that no exponent is above 0. Nothing waits
+for the device: tiles of a list that have no rows return at once.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meta_attention.ops.linear_attention.backward import (
+    linear_attention_bwd_decay_kernel,
+    linear_attention_bwd_key_kernel,
+    linear_attention_bwd_query_kernel,
+    linear_attention_bwd_sum_kernel,
+)
+from meta_attention.ops.linear_attention.forward import (
+    linear_attention_fwd_kernel,
+    linear_attention_scan_kernel,
+    linear_attention_sum_kernel,
+)
+from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
+from meta_attention.ops.route_plan import RANK_BLOCK, QueryList
+
+
+class Tiles(NamedTuple):
+    """How the kernels divide their work."""
+
+    chunk: int  # tokens between two states, a multiple of RANK_BLOCK
+    rows: int
+    keys: int
+    columns: int  # of the head width, at most
+    warps: int
+    stages: int
+
+
+# by the dtype of products and the head width, the next that has room
+TILES = {
+    torch.bfloat16: {
+        64: Tiles(chunk=128, rows=64, keys=64, columns=64, warps=4, stages=2),
+        128: Tiles(chunk=256, rows=64, keys=64, columns=128, warps=8, stages=2),
+        256: Tiles(chunk=256, rows=64, keys=32, columns=64, warps=8, stages=1),
+    },
+    torch.float32: {
+        64: Tiles(chunk=128, rows=64, keys=64, columns=64, warps=4, stages=1),
+        128: Tiles(chunk=256, rows=32, keys=32, columns=64, warps=8, stages=1),
+        256: Tiles(chunk=256, rows=32, keys=32, columns=32, warps=8, stages=1),
+    },
+}
+
+# numbers of the state in a program of the scan
+SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 512, 2, 4
+
+DECAY_BLOCK, DECAY_WARPS = 64, 4
+
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the kernels have in common."""
+
+    tiles: Tiles
+    compute: torch.dtype
+    B: int
+    K: int
+    N: int
+    P: int
+    keeps: Tensor | None  # [B, K, N]: what a chunk leaves of the state before it
+    tokens: dict[str, Any]
+    lists: dict[str, Any]
+
+    @property
+    def columns(self) -> int:
+        return triton.cdiv(self.P, self.tokens["BLOCK_C"])
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
+
+
+def _plan_launch(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    decay: Tensor | None,
+    normalise: bool,
+    queries: QueryList | None,
+) -> Launch:
+    B, T, H, P = query.shape
+    K = key.shape[2]
+    # float16 has not the range for states and normalisers
+    compute = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
+    tiles = next(tiles for width, tiles in TILES[compute].items() if width >= P)
+    block_p = max(triton.next_power_of_2(P), 16)
+    N = triton.cdiv(T, tiles.chunk)
+
+    documents = past = keeps = None
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            # padding belongs to the document before it, and the state to the first
+            documents = mask.cummax(dim=1).values.int()
+            at = torch.arange(1, N + 1, device=mask.device) * tiles.chunk - 1
+            ends = documents[:, at.clamp(max=T - 1)]  # [B, N]
+            before = torch.cat([documents[:, :1], ends[:, :-1]], dim=1)
+            keeps = (ends == before).float().unsqueeze(1).expand(B, K, N).contiguous()
+        mask = (mask != 0).to(torch.int8).contiguous()
+    if decay is not None:
+        if mask is not None:
+            decay = decay.masked_fill((mask == 0).unsqueeze(-1), 0.0)
+        decay = F.pad(decay.transpose(1, 2), (0, N * tiles.chunk - T))
+        # in float64, as exponents are differences of these sums
+        past = decay.unflatten(2, (N, tiles.chunk)).cumsum(dim=-1, dtype=torch.float64)
+        past = past.float().contiguous()  # [B, K, N, C]
+        total = past[..., -1].exp()
+        keeps = total if keeps is None else total * keeps
+
+    tokens = {
+        "mask_ptr": mask,
+        "documents_ptr": documents,
+        "past_ptr": past,
+        "T": T,
+        "K": K,
+        "N": N,
+        "P": P,
+        "CHUNK": tiles.chunk,
+        "HAS_MASK": mask is not None,
+        "HAS_DOCUMENTS": documents is not None,
+        "HAS_DECAY": past is not None,
+        "NORMALISE": normalise,
+        "COMPUTE": TRITON_DTYPES[compute],
+        # tf32 is as precise as float16
+        "PRECISION": "tf32" if query.dtype == torch.float16 else "ieee",
+        "BLOCK_P": block_p,
+        "BLOCK_C": min(tiles.columns, block_p),
+        "BLOCK_M": tiles.rows,
+        "BLOCK_S": tiles.keys,
+    }
+    lists: dict[str, Any] = {
+        "positions_ptr": None,
+        "ranks_ptr": None,
+        "stride_pb": 0,
+        "stride_pg": 0,
+        "stride_rb": 0,
+        "stride_rg": 0,
+        "num_ranks": 0,
+        "GROUP": H // K,
+        "RANK_BLOCK": RANK_BLOCK,
+        "MIN_NORMALISER": MIN_NORMALISER,
+        "HAS_LIST": queries is not None,
+    }
+    if queries is not None:
+        positions, ranks = (_last_contiguous(x) for x in (queries.positions, queries.ranks))
+        is_shared = positions.shape[1] == 1
+        lists |= {
+            "positions_ptr": positions,
+            "ranks_ptr": ranks,
+            "stride_pb": positions.stride(0),
+            "stride_pg": 0 if is_shared else positions.stride(1),
+            "stride_rb": ranks.stride(0),
+            "stride_rg": 0 if is_shared else ranks.stride(1),
+            "num_ranks": ranks.shape[-1],
+        }
+    return Launch(tiles, compute, B, K, N, P, keeps, tokens, lists)
+
+
+def _scan(
+    launch: Launch,
+    sums: Tensor,
+    first: Tensor | None,
+    before: tuple[Tensor, Tensor] | None = None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """States and norms of every chunk, the last state, and products with those of ``before``."""
+    B, K, N, P = launch.B, launch.K, launch.N, launch.P
+    states = torch.empty(B, K, N, P, P, dtype=launch.compute, device=sums.device)
+    norms = torch.empty(B, K, N, P, dtype=torch.float32, device=sums.device)
+    last = torch.empty(B, K, P, P + 1, dtype=torch.float32, device=sums.device)
+    programs = triton.cdiv(P * P + P, SCAN_BLOCK)
+    products = None
+    if before is not None:
+        products = torch.empty(B, K, N, programs, dtype=torch.float32, device=sums.device)
+    linear_attention_scan_kernel[(programs, B * K)](
+        sums,
+        first,
+        launch.keeps,
+        states,
+        norms,
+        last,
+        *(before or (None, None)),
+        products,
+        N,
+        P=P,
+        HAS_FIRST=first is not None,
+        HAS_KEEPS=launch.keeps is not None,
+        HAS_PRODUCTS=before is not None,
+        REVERSE=reverse,
+        BLOCK=SCAN_BLOCK,
+        STAGES=SCAN_STAGES,
+        num_warps=SCAN_WARPS,
+    )
+    return states, norms, last, products
+
+
+def _states(
+    launch: Launch, key: Tensor, value: Tensor, first: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The states and norms before every chunk, and the last state."""
+    B, K, N, P = launch.B, launch.K, launch.N, launch.P
+    sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=key.device)
+    linear_attention_sum_kernel[(N, launch.columns, B * K)](
+        key,
+        value,
+        sums,
+        *key.stride()[:3],
+        *value.stride()[:3],
+        **launch.tokens,
+        **launch.options,
+    )
+    states, norms, last, _ = _scan(launch, sums, first)
+    return states, norms, last
+
+
+class _LinearAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor | None,
+        initial_state: Tensor | None,
+        rows: Tensor,
+        mask: Tensor | None,
+        normalise: bool,
+        queries: QueryList | None,
+    ) -> tuple[Tensor, Tensor]:
+        B, T, H, _ = query.shape
+        launch = _plan_launch(query, key, mask, decay, normalise, queries)
+        states, norms, last = _states(launch, key, value, initial_state)
+        normaliser = torch.empty(B, H, T, dtype=torch.float32, device=query.device)
+        grid = (launch.N * launch.tiles.chunk // launch.tiles.rows, launch.columns, B * H)
+        linear_attention_fwd_kernel[grid](
+            query,
+            key,
+            value,
+            states,
+            norms,
+            rows,
+            normaliser,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *rows.stride()[:3],
+            **launch.tokens,
+            **launch.lists,
+            **launch.options,
+        )
+        # rows is returned as it is, not marked as changed: experts before this one have saved the
+        # same buffer, and theirs are other rows
+        ctx.save_for_backward(query, key, value, initial_state, rows.detach(), normaliser)
+        ctx.launch = launch
+        return rows, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, initial_state, rows, normaliser = ctx.saved_tensors
+        launch: Launch = ctx.launch
+        B, T, H, P = query.shape
+        K, N, chunk = launch.K, launch.N, launch.tiles.chunk
+        has_decay = launch.tokens["HAS_DECAY"]
+        passed, grad = grad, _last_contiguous(grad)
+        everything = {**launch.tokens, **launch.lists, **launch.options}
+        states, norms, _ = _states(launch, key, value, initial_state)
+
+        new = torch.zeros if launch.lists["HAS_LIST"] else torch.empty
+        d_query = new(B, T, H, P, dtype=query.dtype, device=query.device)
+        pull = torch.empty_like(normaliser)
+        row_terms = key_terms = None
+        if has_decay:
+            row_terms = grad.new_zeros(launch.columns, B, H, N * chunk, dtype=torch.float32)
+            key_terms = grad.new_zeros(2, launch.columns, B, K, N * chunk, dtype=torch.float32)
+        linear_attention_bwd_query_kernel[(N * chunk // launch.tiles.rows, launch.columns, B * H)](
+            query,
+            key,
+            value,
+            states,
+            norms,
+            rows,
+            normaliser,
+            grad,
+            d_query,
+            pull,
+            row_terms,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *rows.stride()[:3],
+            *grad.stride()[:3],
+            **everything,
+        )
+
+        sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=query.device)
+        linear_attention_bwd_sum_kernel[(N, launch.columns, B * K)](
+            query,
+            normaliser,
+            grad,
+            pull,
+            sums,
+            *query.stride()[:3],
+            *grad.stride()[:3],
+            **everything,
+        )
+        before = (states, norms) if has_decay else None
+        d_states, d_norms, d_first, products = _scan(
+            launch, sums, d_last.contiguous(), before, reverse=True
+        )
+
+        d_key, d_value = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value)
+        )
+        linear_attention_bwd_key_kernel[(N * chunk // launch.tiles.keys, launch.columns, B * K)](
+            query,
+            key,
+            value,
+            d_states,
+            d_norms,
+            normaliser,
+            grad,
+            pull,
+            d_key,
+            d_value,
+            key_terms,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *grad.stride()[:3],
+            **everything,
+        )
+        d_decay = None
+        if row_terms is not None and key_terms is not None and products is not None:
+            d_decay = _d_decay(launch, row_terms, key_terms, products)
+        d_initial = None if initial_state is None else d_first
+        return d_query, d_key, d_value, d_decay, d_initial, passed, None, None, None
+
+
+def _d_decay(launch: Launch, row_terms: Tensor, key_terms: Tensor, products: Tensor) -> Tensor:
+    B, K, N, tokens = launch.B, launch.K, launch.N, launch.tokens
+    later, own = key_terms.sum(dim=1)
+    d_decay = torch.empty(B, tokens["T"], K, dtype=torch.float32, device=own.device)
+    linear_attention_bwd_decay_kernel[(N * launch.tiles.chunk // DECAY_BLOCK, B * K)](
+        row_terms.sum(dim=0).unflatten(1, (K, -1)).sum(dim=2),
+        later,
+        own,
+        launch.keeps * products.sum(dim=-1),
+        d_decay,
+        tokens["mask_ptr"],
+        tokens["documents_ptr"],
+        tokens["T"],
+        K,
+        N,
+        CHUNK=launch.tiles.chunk,
+        HAS_MASK=tokens["HAS_MASK"],
+        HAS_DOCUMENTS=tokens["HAS_DOCUMENTS"],
+        BLOCK=DECAY_BLOCK,
+        num_warps=DECAY_WARPS,
+    )
+    return d_decay
+
+
+def _last_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def linear_attention_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    initial_state: Tensor | None,
+    decay: Tensor | None,
+    normalise: bool,
+    queries: QueryList | None,
+    rows: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if rows is None:
+        new = torch.empty if queries is None else torch.zeros
+        rows = new(query.shape, dtype=query.dtype, device=query.device)
+    query, key, value = (_last_contiguous(x.to(query.dtype)) for x in (query, key, value))
+    return _LinearAttention.apply(
+        query,
+        key,
+        value,
+        None if decay is None else decay.float(),
+        None if initial_state is None else initial_state.float().contiguous(),
+        rows,
+        mask,
+        normalise,
+        queries,
+    )

@@ -1,0 +1,106 @@
+"""Routed attention on gathered queries: the path of machines without a GPU, and a definition.
+
+    positions of a list   2 3 | 7 8 | 9 14 | ...      blocks of n queries
+    keys of block 7 8     |...======|                 from the lowest bound to the highest
+
+A block is one call of PyTorch's fused attention, so the cost follows the lists. Counts are read on
+the host: on a GPU this waits for the device, which the kernel does not.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from meta_attention.ops.heads import masked_attention, sees
+from meta_attention.ops.route_plan import RoutePlan
+
+# queries of a block: more see more keys in vain, fewer pay for more calls
+FULL_BLOCK, LOCAL_BLOCK = 512, 128
+
+
+def routed_attention_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: RoutePlan,
+    windows: Mapping[int, int | None],
+    causal: bool,
+    mask: Tensor | None,
+    rows: Tensor | None,
+) -> Tensor:
+    B = query.shape[0]
+    G = plan.counts.shape[1]
+    # [B, T, G, heads of a group, P]: each group has its own lists
+    queries, keys, values = (x.unflatten(2, (G, -1)) for x in (query, key, value))
+    empty = torch.zeros_like(query) if rows is None else rows
+    base = empty.unflatten(2, (G, -1))
+    counts: list[list[list[int]]] = plan.counts.tolist()
+
+    buffers = []
+    # one buffer for all lists, or one for each
+    for lists in [list(windows)] if plan.is_exclusive else [[index] for index in windows]:
+        batch = []
+        for b in range(B):
+            groups = []
+            for g in range(G):
+                blocks, positions = [], []
+                for index in lists:
+                    order = plan.positions[b, g, index, : counts[b][g][index]].long()
+                    window = windows[index]
+                    for block in order.split(FULL_BLOCK if window is None else LOCAL_BLOCK):
+                        if not len(block):
+                            continue
+                        positions.append(block)
+                        blocks.append(
+                            _attend(
+                                queries[b, :, g],
+                                keys[b, :, g],
+                                values[b, :, g],
+                                block,
+                                window,
+                                causal,
+                                None if mask is None else mask[b],
+                            )
+                        )
+                out = base[b, :, g]
+                if blocks:
+                    out = out.index_copy(0, torch.cat(positions), torch.cat(blocks))
+                groups.append(out)
+            batch.append(torch.stack(groups, dim=1).flatten(1, 2))
+        buffers.append(torch.stack(batch))
+    return buffers[0] if plan.is_exclusive else torch.stack(buffers)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: Tensor,
+    window: int | None,
+    causal: bool,
+    mask: Tensor | None,
+) -> Tensor:
+    """Rows [n, H, P] of the queries at ``block`` [n], of [T, H, P] and [S, K, P]."""
+    S = key.shape[0]
+    at = block + (S - query.shape[0])  # among the keys
+    first, last = int(at[0]), int(at[-1])
+    start = 0 if window is None else max(first - window, 0)
+    stop = S if window is None else min(last + window + 1, S)
+    stop = last + 1 if causal else stop
+
+    i, j = at[:, None], torch.arange(start, stop, device=block.device)[None, :]
+    visible = torch.ones(len(block), stop - start, dtype=torch.bool, device=block.device)
+    if causal:
+        visible &= j <= i
+    if window is not None:
+        visible &= (j >= i - window) & (j <= i + window)
+    if mask is not None:
+        visible &= sees(mask[at], mask[start:stop])
+    out = masked_attention(
+        query[block].transpose(0, 1).unsqueeze(0),
+        key[start:stop].transpose(0, 1).unsqueeze(0),
+        value[start:stop].transpose(0, 1).unsqueeze(0),
+        visible[None, None],
+    )
+    return out.squeeze(0).transpose(0, 1)
