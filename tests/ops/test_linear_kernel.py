@@ -219,7 +219,7 @@ def run(case: Case, inputs: dict[str, Tensor], impl: Any, device: str = "cpu") -
 
 
 CASES = [
-    Case(1, decay=True, initial=True),
+    Case(1, B=16, decay=True, initial=True),  # of few numbers the largest error is a matter of luck
     Case(63, listed="some"),
     Case(65, H=4, K=2, listed="groups", decay=True),
     Case(130, padding="left"),
@@ -230,7 +230,7 @@ CASES = [
     Case(300, documents=True, initial=True),
     Case(300, B=1, H=3, documents=True, decay=True, initial=True, listed="some", padding="right"),
     Case(65, listed="empty", decay=True, initial=True),
-    Case(65, listed="all", documents=True),
+    Case(65, H=4, K=2, listed="all", documents=True),
     Case(200, listed="one", decay=True, H=1),
 ]
 
@@ -276,7 +276,6 @@ def test_kernel_is_accurate_in_every_combination(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "options",
     [
@@ -287,7 +286,15 @@ def test_kernel_is_accurate_in_every_combination(case):
     ],
     ids=["all", "decay", "documents", "plain"],
 )
-@pytest.mark.parametrize("P", [16, 48, 64, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("dtype", "P"),
+    [
+        *((torch.bfloat16, P) for P in (16, 48, 64, 80, 128, 256)),
+        *((torch.float16, P) for P in (64, 128, 256)),
+        *((torch.float32, P) for P in (80, 256)),
+    ],
+    ids=str,
+)
 def test_kernel_is_accurate_at_every_precision_and_head_width(P, options, dtype):
     case = Case(700, H=4, K=2, P=P, **options)
     inputs = case.inputs(dtype)
@@ -301,6 +308,7 @@ def test_kernel_is_accurate_at_every_precision_and_head_width(P, options, dtype)
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_kernel_never_waits_for_the_device():
     case = Case(300, H=4, K=2, documents=True, decay=True, initial=True, listed="groups")
     inputs = {n: x.cuda().requires_grad_() for n, x in case.inputs(torch.bfloat16).items()}
@@ -445,11 +453,11 @@ def test_bidirectional_lists_equal_all_rows():
 
 
 def test_what_the_kernel_does_not_do_is_refused():
-    heads = case_heads = list(Case(4).inputs(torch.float32).values())
+    heads = list(Case(4).inputs(torch.float32).values())
     with pytest.raises(BackendUnavailableError, match="is causal"):
         linear_attention(*heads, causal=False, impl="triton")
-    wide = [x.repeat(1, 1, 1, 64) for x in case_heads]
-    with pytest.raises(BackendUnavailableError, match="widths up to 256, .* width 512"):
+    wide = [x.repeat(1, 1, 1, 64) for x in heads]
+    with pytest.raises(BackendUnavailableError, match=r"widths up to 256, .* width 512"):
         linear_attention(*wide, causal=True, impl="triton")
     with pytest.raises(BackendUnavailableError, match=r"computes in float32.* got torch.float64"):
         linear_attention(*(x.double() for x in heads), causal=True, impl="triton")

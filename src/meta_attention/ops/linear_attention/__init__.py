@@ -69,7 +69,7 @@ def linear_attention(
     check_heads(query, key, value, mask)
     B, T, _, P = query.shape
     K = key.shape[2]
-    if T != key.shape[1]:
+    if key.shape[1] != T:
         raise ShapeError(
             f"linear attention takes the keys of its queries only, got query {list(query.shape)} "
             f"and key {list(key.shape)}; the tokens before them are in initial_state"

@@ -1,11 +1,11 @@
 """Kernels of the backward pass.
 
-With u the features of a query, f those of a key, and g the gradient of a row, the row is
-(u . sums) / (u . norm). So its gradient on the state is u^T [w, pull], where
+With u the features of a query, a row is (u . sums) / (u . norm). So from a gradient g of the row
+the state gets the gradient
 
-    w = g / normaliser,    pull = -(g . row) / normaliser
+    scale u^T [g, pull],    scale = 1 / (u . norm),    pull = -(g . row)
 
-and w = g, pull = 0 where nothing is divided. Shapes and names: as in forward.py.
+and where nothing is divided, scale = 1 and pull = 0. Shapes and names: as in forward.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -114,23 +114,24 @@ def linear_attention_bwd_query_kernel(
     p = tl.arange(0, BLOCK_P)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     grad_ptr += b * stride_gb + h * stride_gh
-    w = load_tile(grad_ptr, t, p, stride_gt, is_query, P).to(tl.float32)  # [M, P]
+    g = load_tile(grad_ptr, t, p, stride_gt, is_query, P).to(COMPUTE)  # [M, P]
     pull = tl.zeros([BLOCK_M], tl.float32)
+    scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if NORMALISE:
         rows_ptr += b * stride_ob + h * stride_oh
         row = load_tile(rows_ptr, t, p, stride_ot, is_query, P).to(tl.float32)
         den = tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)
         # a normaliser at its floor does not depend on anything
-        pull = tl.where(den > MIN_NORMALISER, -tl.sum(w * row, 1) / den, 0.0)
-        w = w / den[:, None]
+        pull = tl.where(den > MIN_NORMALISER, -tl.sum(g.to(tl.float32) * row, 1), 0.0)
+        scale = 1.0 / den
         if tl.program_id(1) == 0:
             tl.store(pull_ptr + bh * T + t, pull, mask=is_row)
-    w = w.to(COMPUTE)
 
     # through the state before the chunk
     state = load_transposed(states_ptr + (bk * N + n) * P * P, c, p, P, c < P, P)  # [P, C]
     norm = tl.load(norms_ptr + (bk * N + n) * P + c, mask=c < P, other=0.0)
-    du = tl.dot(w, state, input_precision=PRECISION) + pull[:, None] * norm[None, :]  # [M, C]
+    du = tl.dot(g, state, input_precision=PRECISION) + pull[:, None] * norm[None, :]  # [M, C]
+    du = du * scale[:, None]
     if HAS_DECAY:
         past_ptr += bk * N * CHUNK
         past_t = tl.load(past_ptr + t, mask=is_row, other=0.0)
@@ -144,12 +145,13 @@ def linear_attention_bwd_query_kernel(
     # through the chunk up to each row
     key_ptr += b * stride_kb + bk % K * stride_kh
     value_ptr += b * stride_vb + bk % K * stride_vh
-    last = tl.max(tl.where(is_row, t, 0), 0).to(tl.int32)
+    last = tl.max(tl.where(is_row, t, 0), 0)
     for s0 in range(start, last + 1, BLOCK_S):
-        s = (s0 + tl.arange(0, BLOCK_S)).to(tl.int64)
+        s = s0 + tl.arange(0, BLOCK_S)
         is_key = drop_padding(mask_ptr, b * T + s, s <= last, HAS_MASK)
         v = load_transposed(value_ptr, s, p, stride_vt, is_key, P).to(COMPUTE)  # [P, S]
-        d_scores = tl.dot(w, v, input_precision=PRECISION) + pull[:, None]  # [M, S]
+        d_scores = tl.dot(g, v, input_precision=PRECISION) + pull[:, None]  # [M, S]
+        d_scores = d_scores * scale[:, None]
         sees = s[None, :] <= t[:, None]
         if HAS_DOCUMENTS:
             d_s = tl.load(documents_ptr + s, mask=is_key, other=-2)
@@ -254,14 +256,12 @@ def linear_attention_bwd_sum_kernel(
             u = features(q, is_query[:, None] & (p < P)[None, :], NORMALISE)
             if HAS_DECAY:
                 u = u * tl.exp(tl.load(past_ptr + t, mask=is_query, other=0.0))[:, None]
-            u = u.to(COMPUTE)
-            w = load_tile(head_grad_ptr, t, c, stride_gt, is_query, P).to(tl.float32)
             if NORMALISE:
-                den = tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)
-                w = w / den[:, None]
+                u = u / tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)[:, None]
                 pull = tl.load(pull_ptr + bh * T + t, mask=is_query, other=0.0)
-                norm += tl.sum(u.to(tl.float32) * pull[:, None], 0)
-            acc = tl.dot(tl.trans(u), w.to(COMPUTE), acc, input_precision=PRECISION)
+                norm += tl.sum(u * pull[:, None], 0)
+            g = load_tile(head_grad_ptr, t, c, stride_gt, is_query, P).to(COMPUTE)
+            acc = tl.dot(tl.trans(u.to(COMPUTE)), g, acc, input_precision=PRECISION)
 
     sums_ptr += (bk * N + n) * (P * P + P)
     tl.store(sums_ptr + p[:, None] * P + c[None, :], acc, mask=(p < P)[:, None] & (c < P)[None, :])
@@ -332,17 +332,15 @@ def linear_attention_bwd_key_kernel(
     bk = tl.program_id(2).to(tl.int64)
     b = bk // K
     start = n * CHUNK
-    s = (s0 + tl.arange(0, BLOCK_S)).to(tl.int64)
+    s = s0 + tl.arange(0, BLOCK_S)
     is_key = drop_padding(mask_ptr, b * T + s, s < T, HAS_MASK)
     p = tl.arange(0, BLOCK_P)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    used = is_key[:, None] & (c < P)[None, :]
     key_ptr += b * stride_kb + bk % K * stride_kh
     value_ptr += b * stride_vb + bk % K * stride_vh
     k = load_tile(key_ptr, s, p, stride_kt, is_key, P).to(tl.float32)
     f = features(k, is_key[:, None] & (p < P)[None, :], NORMALISE).to(COMPUTE)  # [S, P]
     v = load_tile(value_ptr, s, p, stride_vt, is_key, P).to(COMPUTE)
-    k_c = load_tile(key_ptr, s, c, stride_kt, is_key, P).to(tl.float32)
 
     # through the state after the chunk
     states_ptr += (bk * N + n) * P * P
@@ -363,9 +361,10 @@ def linear_attention_bwd_key_kernel(
         is_same = d_s == tl.load(documents_ptr + tl.minimum(start + CHUNK, T) - 1)
         dv = tl.where(is_same[:, None], dv, 0.0)
         df = tl.where(is_same[:, None], df, 0.0)
+    used = is_key[:, None] & (c < P)[None, :]
     if HAS_DECAY:
-        f_c = features(k_c, used, NORMALISE).to(COMPUTE).to(tl.float32)
-        later = tl.sum(f_c * df, 1)
+        k = load_tile(key_ptr, s, c, stride_kt, is_key, P).to(tl.float32)
+        later = tl.sum(features(k, used, NORMALISE).to(COMPUTE).to(tl.float32) * df, 1)
 
     # through the rows of the chunk that follow
     if HAS_LIST:
@@ -383,20 +382,18 @@ def linear_attention_bwd_key_kernel(
             is_query = drop_padding(mask_ptr, b * T + t, is_row, HAS_MASK)
             q, shift = load_queries(head_query_ptr, t, p, stride_qt, is_query, P, NORMALISE)
             u = features(q, is_query[:, None] & (p < P)[None, :], NORMALISE).to(COMPUTE)
-            w = load_tile(head_grad_ptr, t, p, stride_gt, is_query, P).to(tl.float32)
-            pull = tl.zeros([BLOCK_M], tl.float32)
-            den = tl.full([BLOCK_M], 1.0, tl.float32)
-            if NORMALISE:
-                den = tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)
-                pull = tl.load(pull_ptr + bh * T + t, mask=is_query, other=0.0)
-                w = w / den[:, None]
-            w = w.to(COMPUTE)
+            g = load_tile(head_grad_ptr, t, p, stride_gt, is_query, P).to(COMPUTE)
             sees = (s[:, None] <= t[None, :]) & is_query[None, :]
             if HAS_DOCUMENTS:
                 d_t = tl.load(documents_ptr + t, mask=is_query, other=-1)
                 sees = sees & (d_s[:, None] == d_t[None, :])
             scores = tl.dot(f, tl.trans(u), input_precision=PRECISION)  # [S, M]
-            d_scores = tl.dot(v, tl.trans(w), input_precision=PRECISION) + pull[None, :]
+            d_scores = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+            if NORMALISE:
+                den = tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)
+                pull = tl.load(pull_ptr + bh * T + t, mask=is_query, other=0.0)
+                scores = scores / den[None, :]
+                d_scores = (d_scores + pull[None, :]) / den[None, :]
             if HAS_DECAY:
                 past_t = tl.load(past_ptr + t, mask=is_query, other=0.0)
                 to_row = tl.exp(tl.minimum(past_t[None, :] - past_s[:, None], 0.0))
@@ -408,17 +405,18 @@ def linear_attention_bwd_key_kernel(
                 q = load_tile(head_query_ptr, t, c, stride_qt, is_query, P).to(tl.float32)
                 q = q - shift[:, None]
                 u = features(q, is_query[:, None] & (c < P)[None, :], NORMALISE).to(COMPUTE)
-                w = load_tile(head_grad_ptr, t, c, stride_gt, is_query, P).to(tl.float32)
-                w = (w / den[:, None]).to(COMPUTE)
-            dv = tl.dot(scores, w, dv, input_precision=PRECISION)
+                g = load_tile(head_grad_ptr, t, c, stride_gt, is_query, P).to(COMPUTE)
+            dv = tl.dot(scores, g, dv, input_precision=PRECISION)
             df = tl.dot(d_scores, u, df, input_precision=PRECISION)
 
+    k = load_tile(key_ptr, s, c, stride_kt, is_key, P).to(tl.float32)
     if HAS_DECAY:
+        terms = tl.sum(features(k, used, NORMALISE).to(COMPUTE).to(tl.float32) * df, 1)
         at = (tl.program_id(1) * tl.num_programs(2) + bk) * N * CHUNK + s
         both = tl.num_programs(1) * tl.num_programs(2).to(tl.int64) * N * CHUNK
         tl.store(decay_terms_ptr + at, later, mask=is_key)
-        tl.store(decay_terms_ptr + both + at, tl.sum(f_c * df, 1) - later, mask=is_key)
-    dk = tl.where(used, df * slope(k_c, NORMALISE), 0.0)
+        tl.store(decay_terms_ptr + both + at, terms - later, mask=is_key)
+    dk = tl.where(used, df * slope(k, NORMALISE), 0.0)
     out = ((b * T + s) * K + bk % K)[:, None] * P + c[None, :]
     used = (s < T)[:, None] & (c < P)[None, :]
     tl.store(d_key_ptr + out, dk.to(d_key_ptr.dtype.element_ty), mask=used)

@@ -30,7 +30,7 @@ def load_positions(positions_ptr, slot, is_row, HAS_LIST: tl.constexpr):
         t = tl.load(positions_ptr + slot, mask=is_row, other=0)
     else:
         t = slot
-    return t.to(tl.int64)
+    return t
 
 
 @triton.jit
@@ -44,14 +44,14 @@ def drop_padding(mask_ptr, t, in_range, HAS_MASK: tl.constexpr):
 def load_tile(ptr, t, c, stride_t, is_used, P: tl.constexpr):
     """[t, c], zero where not used: what padding holds is never read."""
     used = is_used[:, None] & (c < P)[None, :]
-    return tl.load(ptr + t[:, None] * stride_t + c[None, :], mask=used, other=0.0)
+    return tl.load(ptr + t.to(tl.int64)[:, None] * stride_t + c[None, :], mask=used, other=0.0)
 
 
 @triton.jit
 def load_transposed(ptr, t, c, stride_t, is_used, P: tl.constexpr):
     """[c, t], zero where not used."""
     used = (c < P)[:, None] & is_used[None, :]
-    return tl.load(ptr + t[None, :] * stride_t + c[:, None], mask=used, other=0.0)
+    return tl.load(ptr + t.to(tl.int64)[None, :] * stride_t + c[:, None], mask=used, other=0.0)
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def linear_attention_sum_kernel(
     acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     norm = tl.zeros([BLOCK_P], tl.float32)
     for s0 in range(start, stop, BLOCK_S):
-        s = (s0 + tl.arange(0, BLOCK_S)).to(tl.int64)
+        s = s0 + tl.arange(0, BLOCK_S)
         is_key = drop_padding(mask_ptr, b * T + s, s < stop, HAS_MASK)
         if HAS_DOCUMENTS:
             is_key = is_key & (tl.load(documents_ptr + s, mask=is_key, other=-1) == end)
@@ -286,9 +286,9 @@ def linear_attention_fwd_kernel(
     # what the chunk gives, up to each row
     key_ptr += b * stride_kb + bk % K * stride_kh
     value_ptr += b * stride_vb + bk % K * stride_vh
-    last = tl.max(tl.where(is_row, t, 0), 0).to(tl.int32)
+    last = tl.max(tl.where(is_row, t, 0), 0)
     for s0 in range(start, last + 1, BLOCK_S):
-        s = (s0 + tl.arange(0, BLOCK_S)).to(tl.int64)
+        s = s0 + tl.arange(0, BLOCK_S)
         is_key = drop_padding(mask_ptr, b * T + s, s <= last, HAS_MASK)
         k = load_transposed(key_ptr, s, p, stride_kt, is_key, P).to(tl.float32)
         f = features(k, (p < P)[:, None] & is_key[None, :], NORMALISE).to(COMPUTE)  # [P, S]
@@ -311,5 +311,5 @@ def linear_attention_fwd_kernel(
         if tl.program_id(1) == 0:
             tl.store(normaliser_ptr + bh * T + t, den, mask=is_row)
     rows_ptr += b * stride_ob + h * stride_oh
-    out = rows_ptr + t[:, None] * stride_ot + c[None, :]
+    out = rows_ptr + t.to(tl.int64)[:, None] * stride_ot + c[None, :]
     tl.store(out, acc.to(rows_ptr.dtype.element_ty), mask=is_row[:, None] & (c < P)[None, :])

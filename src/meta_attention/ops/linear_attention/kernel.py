@@ -42,22 +42,28 @@ class Tiles(NamedTuple):
     chunk: int  # tokens between two states, a multiple of RANK_BLOCK
     rows: int
     keys: int
+    key_rows: int  # rows at a time where a program holds a tile of keys
     columns: int  # of the head width, at most
     warps: int
     stages: int
 
 
-# by the dtype of products and the head width, the next that has room
+# by head width, the next that has room
 TILES = {
     torch.bfloat16: {
-        64: Tiles(chunk=128, rows=64, keys=64, columns=64, warps=4, stages=2),
-        128: Tiles(chunk=256, rows=64, keys=64, columns=128, warps=8, stages=2),
-        256: Tiles(chunk=256, rows=64, keys=32, columns=64, warps=8, stages=1),
+        64: Tiles(chunk=128, rows=64, keys=64, key_rows=64, columns=64, warps=4, stages=2),
+        128: Tiles(chunk=256, rows=64, keys=64, key_rows=64, columns=128, warps=8, stages=2),
+        256: Tiles(chunk=256, rows=64, keys=64, key_rows=32, columns=64, warps=8, stages=1),
+    },
+    torch.float16: {
+        64: Tiles(chunk=128, rows=64, keys=64, key_rows=32, columns=64, warps=4, stages=1),
+        128: Tiles(chunk=256, rows=64, keys=64, key_rows=32, columns=64, warps=8, stages=1),
+        256: Tiles(chunk=256, rows=64, keys=32, key_rows=32, columns=32, warps=8, stages=1),
     },
     torch.float32: {
-        64: Tiles(chunk=128, rows=64, keys=64, columns=64, warps=4, stages=1),
-        128: Tiles(chunk=256, rows=32, keys=32, columns=64, warps=8, stages=1),
-        256: Tiles(chunk=256, rows=32, keys=32, columns=32, warps=8, stages=1),
+        64: Tiles(chunk=128, rows=32, keys=32, key_rows=32, columns=64, warps=4, stages=1),
+        128: Tiles(chunk=256, rows=32, keys=32, key_rows=32, columns=64, warps=8, stages=1),
+        256: Tiles(chunk=256, rows=16, keys=32, key_rows=16, columns=32, warps=8, stages=1),
     },
 }
 
@@ -104,7 +110,7 @@ def _plan_launch(
     K = key.shape[2]
     # float16 has not the range for states and normalisers
     compute = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
-    tiles = next(tiles for width, tiles in TILES[compute].items() if width >= P)
+    tiles = next(tiles for width, tiles in TILES[query.dtype].items() if width >= P)
     block_p = max(triton.next_power_of_2(P), 16)
     N = triton.cdiv(T, tiles.chunk)
 
@@ -349,7 +355,7 @@ class _LinearAttention(torch.autograd.Function):
             *key.stride()[:3],
             *value.stride()[:3],
             *grad.stride()[:3],
-            **everything,
+            **everything | {"BLOCK_M": launch.tiles.key_rows},
         )
         d_decay = None
         if row_terms is not None and key_terms is not None and products is not None:
@@ -360,13 +366,16 @@ class _LinearAttention(torch.autograd.Function):
 
 def _d_decay(launch: Launch, row_terms: Tensor, key_terms: Tensor, products: Tensor) -> Tensor:
     B, K, N, tokens = launch.B, launch.K, launch.N, launch.tokens
+    through = products.sum(dim=-1)
+    if launch.keeps is not None:
+        through = through * launch.keeps
     later, own = key_terms.sum(dim=1)
     d_decay = torch.empty(B, tokens["T"], K, dtype=torch.float32, device=own.device)
     linear_attention_bwd_decay_kernel[(N * launch.tiles.chunk // DECAY_BLOCK, B * K)](
         row_terms.sum(dim=0).unflatten(1, (K, -1)).sum(dim=2),
         later,
         own,
-        launch.keeps * products.sum(dim=-1),
+        through,
         d_decay,
         tokens["mask_ptr"],
         tokens["documents_ptr"],

@@ -11,8 +11,15 @@ from torch.autograd.function import once_differentiable
 
 @triton.jit
 def route_merge_fwd_kernel(
-    weights_ptr, rows_ptr, merged_ptr, D, stride_e, E: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr
-):  # fmt: skip
+    weights_ptr,
+    rows_ptr,
+    merged_ptr,
+    D,
+    stride_e,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALL: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)

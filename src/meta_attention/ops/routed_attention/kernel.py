@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
+from meta_attention.ops.routed_attention import hopper, hopper_backward
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -296,7 +297,7 @@ def routed_attention_fwd_kernel(
     b = any_head // H
     kv = h // (H // K)
     group = b * G + tl.where(G == 1, 0, kv)
-    expert, slot, count, window, tile, before = find_tile(
+    expert, slot, count, window, tile, _before = find_tile(
         program, lists_ptr, counts_ptr + group * E, S, NUM_LISTS, QUERIES
     )
     if expert < 0:
@@ -677,7 +678,7 @@ def routed_attention_bwd_key_kernel(
     EXCLUSIVE: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
-    """Gradients [B, S, K, P], contiguous, of a tile of keys and values, over all heads they serve."""
+    """Gradients [B, S, K, P], contiguous, of a tile of keys and values, of all heads they serve."""
     kv = tl.program_id(0) % K
     b = tl.program_id(0) // K
     batch = b.to(tl.int64)
@@ -759,7 +760,7 @@ class RoutedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, query, key, value, plan, windows, causal, marks):
         # rows [N, B, T, H, P], or [1, ...] under an exclusive plan
-        B, T, H, P = query.shape
+        B, T, H = query.shape[:3]
         lse = torch.empty(rows.shape[0], B, H, T, dtype=torch.float32, device=query.device)
         launch = _Launch(query, key, value, plan, windows, causal, marks)
         launch.forward(rows, lse)
@@ -774,9 +775,10 @@ class RoutedAttention(torch.autograd.Function):
     def backward(ctx, d_rows):
         query, key, value, rows, lse = ctx.saved_tensors
         launch = _Launch(query, key, value, ctx.plan, ctx.windows, ctx.causal, ctx.marks)
-        gradients = launch.backward(
-            rows, d_rows if d_rows.stride(-1) == 1 else d_rows.contiguous(), lse
-        )
+        upstream = d_rows.to(query.dtype)
+        if upstream.stride(-1) != 1:
+            upstream = upstream.contiguous()
+        gradients = launch.backward(rows, upstream, lse)
         return d_rows, *gradients, None, None, None, None
 
 
@@ -829,6 +831,7 @@ class _Launch:
         nothing = plan.counts
         self.marks_args = (marks.marks, marks.starts) if marks else (nothing, nothing)
         self.ends = marks.ends if marks else nothing
+        self.is_plain = causal and marks is None
         self.lists = _lists_on(query.device, windows)
         self.sizes = (self.T, self.S, self.H, self.K, self.G, self.E)
         self.key_strides = (*key.stride()[:3], *value.stride()[:3])
@@ -850,20 +853,20 @@ class _Launch:
 
     def _descriptors(self, tiles: Tiles) -> tuple[object, object, tuple[int, int, int], bool]:
         """Keys and values for the copy engine, where their layout allows it."""
-        layouts = [_layout_of(x) for x in (self.key, self.value)]
-        if (
-            layouts[0] is None
-            or layouts[0] != layouts[1]
-            or self.P != self.constants["BLOCK_P"]
-            or not self._has_copy_engine()
-        ):
+        layout = self._layout()
+        if layout is None or self.constants["BLOCK_P"] != self.P or not self._has_copy_engine():
             return self.key, self.value, (0, 0, 0), False
-        shape, offsets = layouts[0]
+        shape, offsets = layout
         block = [tiles.keys, self.P]
         described = (
             TensorDescriptor(x, list(shape), [shape[1], 1], block) for x in (self.key, self.value)
         )
         return *described, offsets, True
+
+    def _layout(self) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
+        """Keys and values as matrices, where both are the same kind of one."""
+        layouts = [_layout_of(x) for x in (self.key, self.value)]
+        return layouts[0] if layouts[0] == layouts[1] else None
 
     def _has_copy_engine(self) -> bool:
         if not self.query.is_cuda:
@@ -871,6 +874,26 @@ class _Launch:
         return torch.cuda.get_device_capability(self.query.device)[0] >= 9
 
     def forward(self, rows: Tensor, lse: Tensor) -> None:
+        layout = self._layout()
+        if hopper.can_run(self.query, self.is_plain, layout):
+            assert layout is not None
+            with _on(self.query):
+                hopper.launch_forward(
+                    self.query,
+                    self.key,
+                    self.value,
+                    rows,
+                    lse,
+                    self.lists,
+                    self.plan.positions,
+                    self.plan.counts,
+                    *layout,
+                    self._num_tiles(hopper.QUERIES, len(self.windows)),
+                    self.sizes,
+                    (*_row_strides(rows), _slot_stride(lse)),
+                    SPREAD,
+                )
+            return
         tiles = forward_tiles(self.P, self.query.element_size())
         k_desc, v_desc, offsets, tma = self._descriptors(tiles)
         num_lists = len(self.windows)
@@ -970,6 +993,28 @@ class _Launch:
     ) -> tuple[Tensor, Tensor]:
         dk = torch.empty(self.key.shape, dtype=self.key.dtype, device=self.key.device)
         dv = torch.empty(self.value.shape, dtype=self.value.dtype, device=self.value.device)
+        layout = self._layout()
+        if hopper.can_run(self.query, self.is_plain, layout):
+            assert layout is not None
+            with _on(self.query):
+                hopper_backward.launch_key_gradients(
+                    self.key,
+                    self.value,
+                    packed_heads,
+                    packed_sums,
+                    dk,
+                    dv,
+                    self.lists,
+                    self.plan.positions,
+                    self.plan.counts,
+                    self.plan.ranks,
+                    *layout,
+                    self.sizes,
+                    packed_rows,
+                    packed_tile,
+                    self.plan.is_exclusive,
+                )
+            return dk, dv
         tiles = key_gradient_tiles(self.P, self.query.element_size())
         tma = self._has_copy_engine() and self.constants["BLOCK_P"] == self.P
         described = packed_heads

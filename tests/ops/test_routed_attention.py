@@ -1,0 +1,279 @@
+"""Routed attention: listed queries only, exact, in every implementation, gradients included."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from meta_attention.errors import ConfigError, ShapeError
+from meta_attention.ops.route_plan import RoutePlan, plan_routes
+from meta_attention.ops.routed_attention import attend_all, routed_attention
+from meta_attention.testing import assert_within_error_budget, naive_local_attention
+
+NAMES = ("rows", "d_query", "d_key", "d_value")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and routes; experts are full, another one that does not run here, local."""
+
+    T: int = 130
+    B: int = 2
+    H: int = 4
+    K: int = 2
+    P: int = 32
+    G: int = 1
+    past: int = 0
+    window: int = 20
+    causal: bool = True
+    is_exclusive: bool = True
+    routes: str = "mixed"
+    marks: str = "none"
+
+    @property
+    def windows(self) -> dict[int, int | None]:
+        return {0: None, 2: self.window}
+
+    def __str__(self) -> str:
+        changed = {k: v for k, v in vars(self).items() if v != getattr(Case(), k)}
+        return "-".join(f"{k}{v}" for k, v in changed.items()) or "default"
+
+
+def make_weights(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(case.T)
+    shape = (case.B, case.T, case.G, 3)
+    if case.routes == "mixed" and not case.is_exclusive:
+        weights = torch.rand(shape, generator=generator)
+        return weights * (torch.rand(shape, generator=generator) > 0.4)
+    experts = {"full": [0], "local": [2], "other": [1], "mixed": [0, 1, 2]}[case.routes]
+    choice = torch.tensor(experts)[torch.randint(len(experts), shape[:3], generator=generator)]
+    return torch.nn.functional.one_hot(choice, 3).float()
+
+
+def make_mask(case: Case) -> Tensor | None:
+    S = case.T + case.past
+    position = torch.arange(S).expand(case.B, S)
+    row = torch.arange(case.B)[:, None]
+    if case.marks == "left":
+        return position >= 7 * row + 3
+    if case.marks == "right":
+        return position < S - 5 * row - 2
+    if case.marks == "gap":
+        return (position < S // 3) | (position > S // 2)
+    if case.marks == "documents":
+        return (1 + position // (17 + 20 * row)) * (position < S - 4)
+    return None
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(case.T + 1)
+    S = case.T + case.past
+    shapes = ((case.T, case.H), (S, case.K), (S, case.K))
+    return [torch.randn(case.B, n, h, case.P, generator=generator).to(dtype) for n, h in shapes]
+
+
+def make_plan(case: Case, device: str = "cpu", impl: str = "reference") -> RoutePlan:
+    mask = make_mask(case)
+    new_mask = None if mask is None else mask[:, case.past :].to(device)
+    weights = make_weights(case).to(device)
+    return plan_routes(weights, mask=new_mask, is_exclusive=case.is_exclusive, impl=impl)
+
+
+def run(case: Case, inputs: list[Tensor], impl: str) -> dict[str, Tensor]:
+    """Rows and the gradients of a fixed weighted sum of the listed ones, on the CPU."""
+    device = inputs[0].device.type
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    mask = make_mask(case)
+    plan = make_plan(case, device, impl)
+    rows = routed_attention(
+        *inputs,
+        plan,
+        case.windows,
+        causal=case.causal,
+        mask=None if mask is None else mask.to(device),
+        impl=impl,
+    )
+    upstream = torch.linspace(-1, 1, rows.numel(), device=device).view_as(rows).to(rows.dtype)
+    # a graph even where nothing is listed
+    total = (rows * upstream).sum() + 0 * sum(x.sum() for x in inputs)
+    gradients = torch.autograd.grad(total, inputs)
+    return {n: x.detach().cpu() for n, x in zip(NAMES, (rows, *gradients), strict=True)}
+
+
+def define(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The same by the definition: dense attention, then only the rows of the lists."""
+    query, key, value = (x.requires_grad_() for x in make_inputs(case, dtype))
+    mask = make_mask(case)
+    plan = make_plan(case)
+    # queries of the past, which nobody asks for
+    padded = torch.cat([query.new_zeros(case.B, case.past, case.H, case.P), query], dim=1)
+    buffers = []
+    for index, window in case.windows.items():
+        dense = naive_local_attention(
+            padded, key, value, window=window or 10**6, causal=case.causal, mask=mask
+        )[:, case.past :]
+        listed = plan.list_of(index).is_listed(case.T)
+        listed = listed.repeat_interleave(case.H // listed.shape[2], dim=2).unsqueeze(-1)
+        buffers.append(torch.where(listed, dense, 0.0))
+    rows = sum(buffers) if case.is_exclusive else torch.stack(buffers)
+    upstream = torch.linspace(-1, 1, rows.numel()).view_as(rows).to(dtype)
+    gradients = torch.autograd.grad(rows, (query, key, value), upstream)
+    return {n: x.detach() for n, x in zip(NAMES, (rows, *gradients), strict=True)}
+
+
+def check(ours: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    for name in NAMES:
+        if exact[name].count_nonzero() == 0:
+            # a softmax over one key has no gradient: what is left is rounding of terms of order one
+            assert ours[name].abs().max() <= 16 * torch.finfo(ours[name].dtype).eps, name
+        else:
+            assert_within_error_budget(name, ours[name], exact[name], plain[name])
+
+
+CASES = [
+    Case(),
+    Case(T=1),
+    Case(T=63, P=16, H=2, K=1),
+    Case(T=65, P=24, window=1),
+    Case(T=100, window=1000),
+    Case(T=200, B=1, window=64),
+    Case(routes="full"),
+    Case(routes="local"),
+    Case(routes="other"),
+    Case(G=2),
+    Case(past=37),
+    Case(T=1, past=70),
+    Case(causal=False),
+    Case(is_exclusive=False),
+    Case(is_exclusive=False, G=2, marks="left"),
+    Case(marks="left"),
+    Case(marks="right", past=10),
+    Case(marks="gap"),
+    Case(marks="documents"),
+    Case(marks="documents", causal=False, is_exclusive=False, T=90),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_is_the_definition_gradients_included(case):
+    exact = define(case, torch.float64)
+    ours = run(case, make_inputs(case, torch.float64), "reference")
+    for name in NAMES:
+        torch.testing.assert_close(ours[name], exact[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_are_the_definition_gradients_included(case, kernel_device):
+    exact, plain = define(case, torch.float64), define(case, torch.float32)
+    ours = run(case, [x.to(kernel_device) for x in make_inputs(case)], "triton")
+    check(ours, exact, plain)
+
+
+HALF_CASES = [
+    *(Case(T=T, B=1, P=P, window=100) for T in (1, 127, 1000) for P in (64, 128)),
+    Case(T=700, P=128, H=4, K=1, G=1, window=256),
+    Case(T=700, P=128, H=4, K=2, G=2, window=256),
+    Case(T=500, P=64, past=333, window=50),
+    Case(T=600, P=128, is_exclusive=False, window=64),
+    Case(T=600, P=128, routes="full"),
+    Case(T=600, P=128, routes="local", window=33),
+    Case(T=600, P=128, routes="other"),
+    Case(T=400, P=96),
+    Case(T=400, P=256, window=77),
+    Case(T=400, P=32),
+    Case(T=600, P=128, marks="left"),
+    Case(T=600, P=128, marks="documents"),
+    Case(T=600, P=64, causal=False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", HALF_CASES, ids=str)
+def test_half_precision_kernels_are_the_definition_gradients_included(case, dtype):
+    # the same rounded inputs for both, so that only the arithmetic differs
+    plain = define(case, dtype)
+    rounded = [x.float() for x in make_inputs(case, dtype)]
+    exact = run(case, [x.double() for x in rounded], "reference")
+    ours = run(case, [x.to("cuda", dtype) for x in rounded], "triton")
+    check(ours, exact, plain)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_rows_of_other_lists_are_neither_read_nor_written(impl, kernel_device):
+    """What is poisoned stays poisoned, what is listed does not, gradients included."""
+    case = Case(T=100)
+    inputs = [x.to(kernel_device).requires_grad_() for x in make_inputs(case)]
+    plan = make_plan(case, kernel_device, impl)
+    poison = torch.full_like(inputs[0], float("nan")).detach()
+    rows = routed_attention(*inputs, plan, case.windows, causal=True, rows=poison, impl=impl)
+    listed = plan.list_of(0).is_listed(case.T) | plan.list_of(2).is_listed(case.T)  # [B, T, 1]
+    assert rows[listed.squeeze(-1)].isfinite().all()
+    assert rows[~listed.squeeze(-1)].isnan().all()
+    upstream = torch.where(listed.unsqueeze(-1), 1.0, float("nan")).expand_as(rows)
+    d_query, d_key, d_value = torch.autograd.grad(rows, inputs, upstream)
+    assert d_key.isfinite().all()
+    assert d_value.isfinite().all()
+    assert d_query.isfinite().all()
+    assert (d_query[~listed.squeeze(-1)] == 0).all()
+
+
+def test_heads_may_lie_in_memory_as_a_cache_keeps_them(kernel_device):
+    case = Case(T=70, past=20)
+    query, key, value = (x.to(kernel_device) for x in make_inputs(case))
+    plan = make_plan(case, kernel_device, "triton")
+    cached = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value)]
+    strided = [torch.cat([x, x], dim=-1)[..., : case.P] for x in (query, key, value)]
+    expected = routed_attention(query, key, value, plan, case.windows, causal=True, impl="triton")
+    for heads in ([query, *cached], strided):
+        rows = routed_attention(*heads, plan, case.windows, causal=True, impl="triton")
+        assert torch.equal(rows, expected)
+
+
+def test_a_list_of_everyone_is_plain_attention(kernel_device):
+    case = Case(T=70)
+    query, key, value = make_inputs(case)
+    expected = naive_local_attention(query, key, value, window=10**6, causal=True)
+    on_device = (x.to(kernel_device) for x in (query, key, value))
+    rows = attend_all(*on_device, None, causal=True, impl="triton")
+    torch.testing.assert_close(rows.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    """The plan and everything after it, backward included, leave the host free."""
+    case = Case(T=1000, P=128, window=100)
+    inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in make_inputs(case)]
+    weights = make_weights(case).cuda()
+
+    def step() -> None:
+        plan = plan_routes(weights, is_exclusive=True)
+        rows = routed_attention(*inputs, plan, case.windows, causal=True)
+        torch.autograd.grad(rows, inputs, torch.ones_like(rows))
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"windows": {3: None}}, ConfigError, "lists of the plan, 0 to 2, got 3"),
+        ({"windows": {0: 0}}, ConfigError, "window must be >= 1, got 0"),
+        ({"windows": {}}, ConfigError, "at least one list"),
+        ({"rows": torch.zeros(1)}, ShapeError, "rows must be like query"),
+        ({"plan": make_plan(Case(T=5))}, ShapeError, "T = 130"),
+        ({"plan": make_plan(Case(G=3))}, ShapeError, "1 or 2 groups"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, error, message):
+    case = Case()
+    arguments = {"plan": make_plan(case), "windows": case.windows} | change
+    with pytest.raises(error, match=message):
+        routed_attention(*make_inputs(case), **arguments, causal=True)
