@@ -17,7 +17,7 @@ STAGES = [
     {"layers", "objective"},
     {"models", "testing"},
     {"evaluation"},
-    {"training", "report"},
+    {"training", "report", "bench"},
     {"cli"},
 ]
 ORDER = {name: stage for stage, names in enumerate(STAGES) for name in names}

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from meta_attention.layers import (
         BayesianMetaAttentionLayer,
         MetaAttentionCache,
+        MetaAttentionStaticCache,
         MetaTransformerBlock,
     )
-    from meta_attention.models import MetaAttentionForCausalLM, MetaAttentionModel
+    from meta_attention.models import CapturedStep, MetaAttentionForCausalLM, MetaAttentionModel
     from meta_attention.objective import mean_over_tokens, routing_loss
 
 __version__ = "0.1.0"
@@ -40,7 +41,9 @@ _HOME = {
     "register_expert": "experts",
     "BayesianMetaAttentionLayer": "layers",
     "MetaAttentionCache": "layers",
+    "MetaAttentionStaticCache": "layers",
     "MetaTransformerBlock": "layers",
+    "CapturedStep": "models",
     "MetaAttentionForCausalLM": "models",
     "MetaAttentionModel": "models",
     "mean_over_tokens": "objective",
@@ -50,12 +53,14 @@ _HOME = {
 __all__ = [
     "BayesianMetaAttentionLayer",
     "BayesianMetaController",
+    "CapturedStep",
     "Expert",
     "Heads",
     "MetaAttentionCache",
     "MetaAttentionConfig",
     "MetaAttentionForCausalLM",
     "MetaAttentionModel",
+    "MetaAttentionStaticCache",
     "MetaTransformerBlock",
     "PriorFreeController",
     "RoutingPosterior",

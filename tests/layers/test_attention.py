@@ -5,7 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meta_attention import BayesianMetaAttentionLayer, MetaAttentionConfig, known_experts
+from meta_attention import (
+    BayesianMetaAttentionLayer,
+    MetaAttentionCache,
+    MetaAttentionConfig,
+    known_experts,
+)
 from meta_attention.errors import BackendUnavailableError, ConfigError, ShapeError
 
 LENGTHS = [1, 63, 64, 65, 500]
@@ -292,6 +297,25 @@ def test_state_dict_holds_weights_only():
     other = make_layer(expert_costs=(1.0, 0.5, 0.5), prior_strength=2.0)
     other.load_state_dict(layer.state_dict())
     assert other.controller.prior_concentration.tolist() == pytest.approx([0.01, 1.01, 1.01])
+
+
+@pytest.mark.parametrize("routing", ["soft", "hard"])
+def test_a_step_stands_for_the_mask_and_the_positions(routing):
+    layer = make_layer(routing=routing, num_hidden_layers=1)
+    x = torch.randn(2, 12, 32, dtype=torch.float64)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :4] = False
+    expected = layer(x, mask)
+    cache = MetaAttentionCache(layer.config)
+    with torch.no_grad():
+        prompt, _ = cache.prepare(mask[:, :9], 2, 9, x.device)
+        layer(x[:, :9], prompt, past_key_values=cache)
+        for t in range(9, 12):
+            nothing, step = cache.prepare(None, 2, 1, x.device)
+            assert nothing is None
+            out = layer(x[:, t, None], past_key_values=cache, step=step)
+            torch.testing.assert_close(out.output, expected.output[:, t, None])
+            torch.testing.assert_close(out.routes.weights, expected.routes.weights[:, t, None])
 
 
 @pytest.mark.gpu

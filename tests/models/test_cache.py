@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from meta_attention import Expert, MetaAttentionCache, register_expert
+from meta_attention import (
+    Expert,
+    MetaAttentionCache,
+    MetaAttentionStaticCache,
+    register_expert,
+)
 from meta_attention.errors import CacheError, ConfigError, ShapeError
 
 EXPERT_SETS = {
@@ -20,12 +25,29 @@ EXPERT_SETS = {
     "hard": {"routing": "hard"},
     "hard, own projections": {"routing": "hard", "shared_projections": False},
     "gated": {"routing": "gated", "uncertainty_threshold": 0.22},
+    "hard, gated_full": {
+        "routing": "hard",
+        "experts": ("gated_full", "linear", "local"),
+        "expert_costs": (0.5, 0.5, 0.5),
+    },
+    "gated, all experts": {
+        "routing": "gated",
+        "uncertainty_threshold": 0.2,
+        "experts": ("local", "gated_full", "full", "linear"),
+        "expert_costs": (0.3, 1.0, 1.0, 0.2),
+    },
     "gated, prior-free": {
         "routing": "gated",
         "controller": "prior_free",
         "uncertainty_signal": "mean_entropy",
         "uncertainty_threshold": 1.0,
     },
+}
+# logits are as large as 6, and one pass is itself 1e-5 from what it is in float64
+CLOSE = {"rtol": 1e-5, "atol": 3e-5}
+CACHES = {
+    "growing": MetaAttentionCache,
+    "static": lambda config: MetaAttentionStaticCache(config, max_cache_len=26),
 }
 CHUNKS = {
     "token by token": [1] * 24,
@@ -40,9 +62,9 @@ def one_pass(model, ids, mask=None):
         return model(ids, attention_mask=mask, use_cache=False, output_routing=True)
 
 
-def in_chunks(model, ids, sizes, mask=None, *, whole_mask=True):
+def in_chunks(model, ids, sizes, mask=None, *, whole_mask=True, cache="growing"):
     """Logits and routes of every token, fed through a cache in chunks."""
-    cache = MetaAttentionCache(model.config)
+    cache = CACHES[cache](model.config)
     outs, start = [], 0
     for size in sizes:
         stop = start + size
@@ -78,12 +100,13 @@ def padding_of(kind, B=2, T=24):
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("experts", EXPERT_SETS)
-def test_decode_equals_prefill(make_model, tokens, experts, chunks, padding):
+@pytest.mark.parametrize("cache", CACHES)
+def test_decode_equals_prefill(make_model, tokens, cache, experts, chunks, padding):
     model, ids, mask = make_model(**EXPERT_SETS[experts]), tokens(), padding_of(padding)
     whole = one_pass(model, ids, mask)
-    logits, weights = in_chunks(model, ids, CHUNKS[chunks], mask)
+    logits, weights = in_chunks(model, ids, CHUNKS[chunks], mask, cache=cache)
     is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-    torch.testing.assert_close(logits[is_token], whole.logits[is_token], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits[is_token], whole.logits[is_token], **CLOSE)
     for ours, expected in zip(weights, whole.routing_weights, strict=True):
         torch.testing.assert_close(ours[is_token], expected[is_token], rtol=1e-5, atol=1e-5)
         assert torch.equal(ours[is_token].argmax(-1), expected[is_token].argmax(-1))
@@ -96,7 +119,7 @@ def test_tokens_are_really_routed_apart(make_model, tokens):
 
 
 def test_the_gate_of_these_tests_lets_some_tokens_through(make_model, tokens):
-    for name in ("gated", "gated, prior-free"):
+    for name in ("gated", "gated, all experts", "gated, prior-free"):
         weights = one_pass(make_model(**EXPERT_SETS[name]), tokens()).routing_weights
         is_hard = torch.stack([(layer == 1).any(dim=-1) for layer in weights])
         assert 0.05 < is_hard.float().mean() < 0.95, name
@@ -109,17 +132,40 @@ def test_a_mask_of_the_new_tokens_alone_will_do(make_model, tokens):
     assert torch.equal(whole, new)
 
 
-def test_padding_is_remembered_when_later_calls_leave_the_mask_out(make_model, tokens):
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("sizes", [[9], [1] * 9, [1, 1, 4, 1, 2]], ids=str)
+def test_padding_is_remembered_when_later_calls_leave_the_mask_out(
+    make_model, tokens, cache, sizes
+):
     model, ids, mask = make_model(), tokens(), padding_of("left")
-    cache = MetaAttentionCache(model.config)
+    cache = CACHES[cache](model.config)
     with torch.no_grad():
         model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache, use_cache=True)
-        out = model(ids[:, 15:], past_key_values=cache, use_cache=True)
+        logits = [
+            model(part, past_key_values=cache, use_cache=True).logits
+            for part in ids[:, 15:].split(sizes, dim=1)
+        ]
     expected = one_pass(model, ids, mask).logits[:, 15:]
-    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_right_padded_prompts_go_on(make_model, tokens):
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_row_may_begin_after_the_prompt(make_model, tokens, cache):
+    """All of its prompt is padding: its first token is a decoding step."""
+    model, ids = make_model(), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :15] = 0
+    cache = CACHES[cache](model.config)
+    with torch.no_grad():
+        model(ids[:, :15], attention_mask=mask[:, :15], past_key_values=cache, use_cache=True)
+        steps = [model(ids[:, t, None], past_key_values=cache).logits for t in range(15, 24)]
+    expected = one_pass(model, ids, mask).logits[:, 15:]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("masks", ["for all", "for the prompt"])
+def test_right_padded_prompts_go_on(make_model, tokens, masks, cache):
     """Prompts of different lengths, padded on the right, then tokens for all rows.
 
     Not with local attention: its window counts positions, those of padding between two tokens too.
@@ -127,10 +173,15 @@ def test_right_padded_prompts_go_on(make_model, tokens):
     model, ids = make_model(experts=("full", "linear"), expert_costs=(1.0, 0.2)), tokens()
     mask = torch.ones_like(ids)
     mask[0, 10:16] = 0
-    logits, _ = in_chunks(model, ids, [16] + [1] * 8, mask)
+    cache, parts = CACHES[cache](model.config), []
+    with torch.no_grad():
+        model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
+        for t in range(16, 24):
+            given = mask[:, : t + 1] if masks == "for all" else None
+            parts.append(model(ids[:, t, None], attention_mask=given, past_key_values=cache).logits)
     alone = torch.cat([ids[:1, :10], ids[:1, 16:]], dim=1)
     expected = one_pass(model, alone).logits[:, 10:]
-    torch.testing.assert_close(logits[:1, 16:], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(parts, dim=1)[:1], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_window_keeps_no_more_than_it_sees(make_model, tokens):
@@ -176,16 +227,33 @@ def test_reorder_select_and_repeat_follow_the_rows(make_model, tokens):
     torch.testing.assert_close(repeated, expected.repeat_interleave(2, dim=0), rtol=1e-5, atol=1e-5)
 
 
-def test_softmax_caches_crop(make_model, tokens):
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("kept", [15, 4, 0])
+def test_softmax_caches_crop(make_model, tokens, kept, padding, cache):
     model, ids = make_model(experts=("full", "local"), expert_costs=(1.0, 0.3)), tokens()
-    cache = MetaAttentionCache(model.config)
+    mask = padding_of(padding)
+    cache = CACHES[cache](model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
-        cache.crop(-9)
-        assert cache.get_seq_length() == 15
-        out = model(ids[:, 15:], past_key_values=cache, use_cache=True)
-    expected = one_pass(model, ids).logits[:, 15:]
-    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
+        model(
+            ids[:, :20],
+            attention_mask=None if mask is None else mask[:, :20],
+            past_key_values=cache,
+        )
+        model(ids[:, 20:21], past_key_values=cache)
+        cache.crop(kept - 21)
+        assert cache.get_seq_length() == kept
+        steps = [
+            model(
+                ids[:, t, None],
+                attention_mask=None if mask is None else mask[:, t, None],
+                past_key_values=cache,
+            ).logits
+            for t in range(kept, 24)
+        ]
+    is_token = torch.ones_like(ids[:, kept:]) if mask is None else mask[:, kept:]
+    ours, expected = torch.cat(steps, dim=1), one_pass(model, ids, mask).logits[:, kept:]
+    torch.testing.assert_close(ours[is_token.bool()], expected[is_token.bool()], **CLOSE)
 
 
 @pytest.mark.parametrize("experts", [{}, {"experts": ("local",)}, {"experts": ("linear",)}])
@@ -212,9 +280,10 @@ def test_crop_takes_minus_what_there_is(make_model, tokens, count):
         cache.crop(count)
 
 
-def test_reset_starts_over(make_model, tokens):
+@pytest.mark.parametrize("cache", CACHES)
+def test_reset_starts_over(make_model, tokens, cache):
     model, ids = make_model(), tokens()
-    cache = MetaAttentionCache(model.config)
+    cache = CACHES[cache](model.config)
     with torch.no_grad():
         model(tokens(seed=1), attention_mask=padding_of("left"), past_key_values=cache)
         cache.reset()
@@ -254,12 +323,28 @@ def test_a_refused_call_leaves_the_cache_as_it_was(make_model, tokens):
     torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_refuses_a_row_that_goes_on_after_padding(make_model, tokens):
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("masks", ["for all", "for the prompt"])
+def test_a_window_refuses_a_row_that_goes_on_after_padding(make_model, tokens, masks, cache):
     model, ids = make_model(), tokens()
     mask = torch.ones_like(ids)
     mask[0, 10:16] = 0
-    with pytest.raises(CacheError, match="pad prompts on the left"):
-        in_chunks(model, ids, [16] + [1] * 8, mask)
+    cache = CACHES[cache](model.config)
+    with torch.no_grad():
+        model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
+        given = mask[:, :17] if masks == "for all" else None
+        with pytest.raises(CacheError, match="pad prompts on the left"):
+            model(ids[:, 16:17], attention_mask=given, past_key_values=cache)
+        assert cache.get_seq_length() == 16
+        # the row that was padded is dropped: the other one goes on
+        if isinstance(cache, MetaAttentionStaticCache):
+            cache.reorder_cache(torch.tensor([1, 1]))
+        else:
+            cache.batch_select_indices(torch.tensor([1]))
+        B = 2 if isinstance(cache, MetaAttentionStaticCache) else 1
+        out = model(ids[1:, 16:17].expand(B, -1), past_key_values=cache)
+    expected = one_pass(model, ids[1:]).logits[:, 16:17].expand(B, -1, -1)
+    torch.testing.assert_close(out.logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cache_of_another_model_is_refused(make_model, tokens):

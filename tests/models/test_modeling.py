@@ -291,8 +291,8 @@ def test_a_hard_routed_model_trains_its_controllers(make_model, tokens, training
 
 
 def test_other_cache_implementations_are_refused(make_model, tokens):
-    with pytest.raises(ConfigError, match="must be left out, got 'static'"):
-        make_model().generate(tokens(), max_new_tokens=2, cache_implementation="static")
+    with pytest.raises(ConfigError, match="must be 'static' or left out, got 'quantized'"):
+        make_model().generate(tokens(), max_new_tokens=2, cache_implementation="quantized")
 
 
 def test_logits_of_the_last_tokens_only(make_model, tokens):

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from meta_attention.cli import check, evaluate, flops, generate, inspect, train
+from meta_attention.cli import bench, check, evaluate, flops, generate, inspect, train
 from meta_attention.errors import MetaAttentionError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("flops", epilog=flops.EXAMPLES)(flops.flops)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 
 

@@ -8,7 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.layers.attention import BayesianMetaAttentionLayer, LayerOutput, Rotation
-from meta_attention.layers.cache import MetaAttentionCache
+from meta_attention.layers.cache import DecodeStep, MetaAttentionCache
 
 
 class MetaTransformerBlock(GradientCheckpointingLayer):
@@ -34,6 +34,7 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
         document_ids: Tensor | None = None,
         past_key_values: MetaAttentionCache | None = None,
         rotation: Rotation | None = None,
+        step: DecodeStep | None = None,
     ) -> LayerOutput:
         """As the attention layer, with the block's hidden states ``[B, T, D]`` as ``output``."""
         attended = self.attention(
@@ -43,6 +44,7 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
             document_ids,
             past_key_values,
             rotation,
+            step,
         )
         x = x + attended.output
         x = x + self.mlp(self.mlp_norm(x))

@@ -2,9 +2,12 @@
 
 Every token writes its keys and values and updates every state, whatever its route: a later token
 may take any expert, and decoding equals one pass over the whole text.
+
+The cache here grows with the text; ``static_cache.py`` has one of fixed size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,17 +19,93 @@ from meta_attention.experts import Expert, RecurrentExpert, build_experts
 from meta_attention.ops.heads import check_mask
 
 
-class RoutedCacheLayer(DynamicLayer):
-    """Cache of one layer.
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One new token for every row, where none goes on after padding.
 
-    Args:
-        experts: The experts of the layer. Keys and values are kept when any of them reads them,
-            and only as far back as the farthest-reaching one looks.
+    All of it lies on the device: a captured step reads it anew at every replay.
     """
 
-    def __init__(self, experts: Sequence[Expert]) -> None:
+    position: Tensor  # [1] where the new keys go
+    length: Tensor  # [1] positions filled, the newest included
+    start: Tensor | None  # [B] first position that is not padding; None: 0
+    is_token: Tensor | None  # [B] false where the newest is padding; None: nowhere
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Positions [B, 1], or [1, 1] for all rows, counted from each row's first token."""
+        if self.start is None:
+            return self.position.unsqueeze(0)
+        return (self.position - self.start).clamp(min=0).unsqueeze(1)
+
+    @property
+    def is_padding(self) -> Tensor | None:
+        """[B, 1], or None if all rows have a token."""
+        return None if self.is_token is None else ~self.is_token.unsqueeze(1)
+
+    def mask(self, length: int) -> Tensor | None:
+        """Mask [B, S] of ``length`` positions, the newest the last; None without padding."""
+        if self.start is None:
+            return None
+        mask = torch.arange(length, device=self.start.device) >= self.start.unsqueeze(1)
+        if self.is_token is not None:
+            mask[:, -1] &= self.is_token
+        return mask
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "DecodeStep":
+        """The same on another device, where Accelerate has put a layer there."""
+        position, length = (
+            x.to(device, non_blocking=non_blocking) for x in (self.position, self.length)
+        )
+        start, is_token = (
+            None if x is None else x.to(device, non_blocking=non_blocking)
+            for x in (self.start, self.is_token)
+        )
+        return DecodeStep(position, length, start, is_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Which of the positions so far are padding, and what the host knows of it."""
+
+    is_token: Tensor  # [B, S] boolean; positions after S hold tokens
+    start: Tensor  # [B] first token, S where there is none
+    has_gaps: bool  # some row goes on after padding
+    ends: bool  # some row ends in padding, after tokens
+
+    @staticmethod
+    def of(is_token: Tensor) -> "Padding | None":
+        """Read a mask; None if it has no padding. Waits for the device."""
+        S = is_token.shape[1]
+        start = torch.where(is_token.any(dim=1), is_token.long().argmax(dim=1), S)
+        inside = torch.arange(S, device=is_token.device) >= start.unsqueeze(1)
+        hole = inside & ~is_token
+        gap = hole[:, :-1] & is_token[:, 1:]
+        any_padding, has_gaps, ends = torch.stack(
+            [~is_token.all(), gap.any(), hole[:, -1:].any()]
+        ).tolist()
+        return Padding(is_token, start, has_gaps, ends) if any_padding else None
+
+    def extend_to(self, length: int) -> "Padding":
+        """With tokens in all rows up to ``length`` positions."""
+        B, S = self.is_token.shape
+        if length == S:
+            return self
+        is_token = torch.cat([self.is_token, self.is_token.new_ones(B, length - S)], dim=1)
+        return Padding(is_token, self.start, self.has_gaps or self.ends, ends=False)
+
+
+class RoutedCacheLayer(DynamicLayer):
+    """Cache of one layer, which grows with the text.
+
+    Args:
+        experts: The experts of the layer by name. Keys and values are kept when any of them reads
+            them, and only as far back as the farthest-reaching one looks.
+    """
+
+    def __init__(self, experts: Mapping[str, Expert]) -> None:
         super().__init__()
-        reaches = [e.reach for e in experts if not isinstance(e, RecurrentExpert)]
+        reaches = [e.reach for e in experts.values() if not isinstance(e, RecurrentExpert)]
         self.has_window = any(reach is not None for reach in reaches)
         self.window = None if None in reaches else max((r for r in reaches if r), default=0)
         self.is_croppable = self.window is None and len(reaches) == len(experts)
@@ -42,6 +121,40 @@ class RoutedCacheLayer(DynamicLayer):
             self.keys = keys[:, :, max(keys.shape[2] - self.window, 0) :]
             self.values = values[:, :, max(values.shape[2] - self.window, 0) :]
         return keys, values
+
+    def update_newest(
+        self, key_states: Tensor, value_states: Tensor, step: DecodeStep
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Add the newest keys and values [B, heads, 1, P].
+
+        Returns:
+            Keys and values [B, heads, S, P]; how many positions of them are filled [1]; the first
+            of each row that is not padding [B].
+        """
+        keys, values = self.update(key_states, value_states)
+        dropped = self.length + 1 - keys.shape[2]
+        if dropped == 0:
+            return keys, values, step.length, step.start
+        start = None if step.start is None else (step.start - dropped).clamp(min=0)
+        return keys, values, step.length - dropped, start
+
+    def keep_state(self, name: str, state: Tensor) -> None:
+        """Remember the state of a recurrent expert."""
+        self.states[name] = state
+
+    def open_state(self, name: str, zeros: Callable[[], Tensor]) -> Tensor:
+        """The state of a linear expert, to be written in place."""
+        state = self.states.get(name)
+        if state is None:
+            self.states[name] = state = zeros()
+        elif state.requires_grad or state.is_inference() != torch.is_inference_mode_enabled():
+            # it belongs to a graph, or to a mode, that does not allow it
+            self.states[name] = state = state.detach().clone()
+        return state
+
+    def mask_of(self, step: DecodeStep) -> Tensor | None:
+        """Mask [B, S] of all positions, for a layer that works on all of them."""
+        return step.mask(self.length + 1)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that were written."""
@@ -91,58 +204,96 @@ class MetaAttentionCache(Cache):
         with torch.device("meta"):
             experts = [build_experts(config, i) for i in range(config.num_hidden_layers)]
         self.layers: list[RoutedCacheLayer]  # type: ignore[assignment]
-        super().__init__(layers=[RoutedCacheLayer(list(e.values())) for e in experts])
+        super().__init__(layers=[self._make_layer(e) for e in experts])
         self.max_length = config.max_position_embeddings
-        self.is_token: Tensor | None = None  # [B, S] boolean; None: no padding so far
+        self.padding: Padding | None = None
 
-    def extend_mask(self, attention_mask: Tensor | None, B: int, T: int) -> Tensor | None:
-        """Mask [B, past + T] of all tokens, from that of all tokens or of the new ones only."""
+    def _make_layer(self, experts: Mapping[str, Expert]) -> RoutedCacheLayer:
+        return RoutedCacheLayer(experts)
+
+    def prepare(
+        self, attention_mask: Tensor | None, B: int, T: int, device: torch.device
+    ) -> tuple[Tensor | None, DecodeStep | None]:
+        """Make room for T tokens.
+
+        Waits for the device where there is a mask, to see what it holds.
+
+        Args:
+            attention_mask: Of all tokens ``[B, past + T]`` or of the new ones only ``[B, T]``;
+                None: the new ones are no padding.
+            B: Rows of the batch.
+            T: New tokens of each.
+            device: Where they are.
+
+        Returns:
+            A step where there is one new token and no row goes on after padding, otherwise the
+            mask ``[B, past + T]``, None if there is no padding.
+        """
         past = self.get_seq_length()
-        if past + T > self.max_length:
-            raise ShapeError(
-                f"the sequence must fit max_position_embeddings = {self.max_length}, got "
-                f"{past + T} tokens; shorten it or build the model with a larger value"
-            )
-        new = attention_mask
-        if new is not None and new.shape not in ((B, T), (B, past + T)):
-            raise ShapeError(
-                f"attention_mask must be [B, T] = [{B}, {T}] or, with the {past} cached tokens, "
-                f"[{B}, {past + T}], got {list(new.shape)}"
-            )
-        if past and (new is None or new.shape[1] == T):
-            old = self.is_token
-            if new is None and old is None:
-                return None
-            known = new if new is not None else old
-            assert known is not None
-            old = known.new_ones(B, past) if old is None else old
-            new = known.new_ones(B, T) if new is None else new
-            new = torch.cat([old.bool(), new.bool()], dim=1)
-        if new is None:
-            return None
-        check_mask(new, B, past + T)
-        new = new.bool()
-        self._check_gaps(new)
-        self.is_token = new
-        return new
-
-    def _check_gaps(self, is_token: Tensor) -> None:
-        """Refuse padding between two tokens where a window would count it."""
-        if not any(layer.has_window for layer in self.layers):
-            return
-        follows = is_token.cumsum(dim=1)[:, :-1] > 0
-        if bool((is_token[:, 1:] & ~is_token[:, :-1] & follows).any()):
+        self._check_room(B, past + T)
+        if attention_mask is not None:
+            padding = Padding.of(self._whole_mask(attention_mask, B, T))
+        else:
+            padding = self.padding
+            # one more token in each row says nothing new, unless some follow padding
+            if padding is not None and (T > 1 or padding.ends or padding.has_gaps):
+                padding = padding.extend_to(past + T)
+        has_gaps = padding is not None and padding.has_gaps
+        if has_gaps and any(layer.has_window for layer in self.layers):
             raise CacheError(
                 "a row must not go on after padding where an expert has a window, which counts "
                 "positions; pad prompts on the left"
             )
+        self._keep_padding(padding, B, device)
+        if T > 1 or has_gaps:
+            return None if padding is None else padding.is_token, None
+        is_token = None
+        if attention_mask is not None and padding is not None:
+            is_token = padding.is_token[:, -1]
+        return None, self._make_step(device, is_token)
+
+    def finish(self, T: int) -> None:
+        """Count T tokens that all layers have written."""
+
+    def _check_room(self, B: int | None, length: int) -> None:
+        if length > self.max_length:
+            raise ShapeError(
+                f"the sequence must fit max_position_embeddings = {self.max_length}, got "
+                f"{length} tokens; shorten it or build the model with a larger value"
+            )
+
+    def _whole_mask(self, attention_mask: Tensor, B: int, T: int) -> Tensor:
+        """Mask [B, past + T], from itself or from that of the new tokens."""
+        past = self.get_seq_length()
+        if attention_mask.shape not in ((B, T), (B, past + T)):
+            raise ShapeError(
+                f"attention_mask must be [B, T] = [{B}, {T}] or, with the {past} cached tokens, "
+                f"[{B}, {past + T}], got {list(attention_mask.shape)}"
+            )
+        check_mask(attention_mask, *attention_mask.shape)
+        new = attention_mask.bool()
+        if new.shape[1] == past + T:
+            return new
+        known = self.padding
+        old = new.new_ones(B, past) if known is None else known.extend_to(past).is_token
+        return torch.cat([old, new], dim=1)
+
+    def _keep_padding(self, padding: Padding | None, B: int, device: torch.device) -> None:
+        self.padding = padding
+
+    def _make_step(self, device: torch.device, is_token: Tensor | None) -> DecodeStep:
+        past = self.get_seq_length()
+        position = torch.full((1,), past, device=device)
+        start = None if self.padding is None else self.padding.start
+        return DecodeStep(position, position + 1, start, is_token)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens, in every layer or in none."""
-        if tokens_to_remove > 0 or -tokens_to_remove > self.get_seq_length():
+        past = self.get_seq_length()
+        if tokens_to_remove > 0 or -tokens_to_remove > past:
             raise CacheError(
-                f"crop takes minus the number of tokens to forget, at most "
-                f"{self.get_seq_length()}, got {tokens_to_remove}"
+                f"crop takes minus the number of tokens to forget, at most {past}, "
+                f"got {tokens_to_remove}"
             )
         if tokens_to_remove == 0:
             return
@@ -153,24 +304,40 @@ class MetaAttentionCache(Cache):
                     "them, or its window has dropped what came before; start a new cache"
                 )
         super().crop(tokens_to_remove)
-        if self.is_token is not None:
-            self.is_token = self.is_token[:, :tokens_to_remove]
+        self._map_padding(lambda is_token: is_token[:, :tokens_to_remove], past)
 
     def reset(self) -> None:
         super().reset()
-        self.is_token = None
+        self.padding = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        if self.is_token is not None:
-            self.is_token = self.is_token.index_select(0, beam_idx.to(self.is_token.device))
+        self._map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
-        if self.is_token is not None:
-            self.is_token = self.is_token.repeat_interleave(repeats, dim=0)
+        self._map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
-        if self.is_token is not None:
-            self.is_token = self.is_token[indices.to(self.is_token.device)]
+        self._map_rows(lambda x: x[indices.to(x.device)])
+
+    def _map_rows(self, select: Callable[[Tensor], Tensor]) -> None:
+        known = self.padding
+        if known is None:
+            return
+        if known.has_gaps or known.ends:
+            # the rows that do so may be gone
+            self._map_padding(select, self.get_seq_length())
+        else:
+            # nothing the host knows has changed, and beams come here at every step
+            rows = Padding(select(known.is_token), select(known.start), False, False)
+            self._keep_padding(rows, rows.start.shape[0], rows.start.device)
+
+    def _map_padding(self, select: Callable[[Tensor], Tensor], length: int) -> None:
+        """Change the mask of ``length`` positions, and read it anew."""
+        if self.padding is None:
+            return
+        is_token = select(self.padding.extend_to(length).is_token)
+        padding = Padding.of(is_token) if is_token.shape[1] else None
+        self._keep_padding(padding, is_token.shape[0], is_token.device)

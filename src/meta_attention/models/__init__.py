@@ -3,6 +3,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from meta_attention.config import MetaAttentionConfig
+from meta_attention.models.captured_step import CapturedStep
 from meta_attention.models.modeling_meta_attention import (
     MetaAttentionForCausalLM,
     MetaAttentionModel,
@@ -16,6 +17,7 @@ AutoModel.register(MetaAttentionConfig, MetaAttentionModel)
 AutoModelForCausalLM.register(MetaAttentionConfig, MetaAttentionForCausalLM)
 
 __all__ = [
+    "CapturedStep",
     "MetaAttentionForCausalLM",
     "MetaAttentionModel",
     "MetaAttentionPreTrainedModel",

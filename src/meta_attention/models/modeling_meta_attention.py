@@ -8,14 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.utils.generic import ModelOutput
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import RoutingPosterior
 from meta_attention.controller.controllers import Controller
 from meta_attention.errors import ConfigError, ShapeError
-from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
+from meta_attention.layers import (
+    LayerOutput,
+    MetaAttentionCache,
+    MetaAttentionStaticCache,
+    MetaTransformerBlock,
+)
 from meta_attention.layers.projections import (
     MetaAttentionRotaryEmbedding,
     number_documents,
@@ -125,7 +130,8 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 cached tokens included.
             position_ids: Absolute positions ``[B, T]``; default: counted from each row's first
                 token.
-            past_key_values: What earlier calls left: a :class:`MetaAttentionCache`.
+            past_key_values: What earlier calls left: a :class:`MetaAttentionCache` or a
+                :class:`MetaAttentionStaticCache`.
             inputs_embeds: Embeddings ``[B, T, D]`` in place of ``input_ids``.
             document_ids: Documents packed into a row ``[B, T]``; see the layer.
             use_cache: Return a cache. Default: the config's, but never while training or with
@@ -155,15 +161,17 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 raise ConfigError("gradient checkpointing would write the cache twice; use one")
         cache = self._cache_of(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
-        mask = attention_mask
+        mask, step = attention_mask, None
         if cache is not None:
-            mask = cache.extend_mask(attention_mask, B, T)
+            mask, step = cache.prepare(attention_mask, B, T, x.device)
         check_mask(mask, B, past + T)
         marks = None if mask is None else mask.bool()
         if document_ids is not None:
             check_mask(document_ids, B, T)
             document_ids = marks = number_documents(document_ids, mask)
-        if position_ids is None:
+        if position_ids is None and step is not None:
+            position_ids = step.position_ids
+        elif position_ids is None:
             position_ids = positions_of(marks, B, T, past, x.device)
         rotation = None if self.rotary is None else self.rotary(x, position_ids)
 
@@ -171,14 +179,18 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         hidden_states = [x]
         for block in self.layers:
             # positional, so that the checkpointed gradient flows also in reentrant mode
-            out = block(x, mask, position_ids, document_ids, cache, rotation)
+            out = block(x, mask, position_ids, document_ids, cache, rotation, step)
             x = out.output
             outputs.append(out)
             hidden_states.append(x)
+        if cache is not None:
+            cache.finish(T)
         x = self.norm(x)
         hidden_states[-1] = x
 
         new_mask = None if marks is None else marks[:, -T:] != 0
+        if step is not None and step.is_token is not None:
+            new_mask = step.is_token.unsqueeze(1)
         return RoutedModelOutput(
             last_hidden_state=x,
             past_key_values=cache if use_cache else None,
@@ -198,8 +210,11 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 )
             return given
         if given is not None:
+            ours = (
+                MetaAttentionStaticCache if isinstance(given, StaticCache) else MetaAttentionCache
+            )
             raise ConfigError(
-                f"past_key_values must be a MetaAttentionCache, got a {type(given).__name__}: it "
+                f"past_key_values must be a {ours.__name__}, got a {type(given).__name__}: it "
                 "has no states for the recurrent experts"
             )
         return MetaAttentionCache(self.config) if use_cache else None
@@ -296,16 +311,45 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
         return False
 
     def _prepare_cache_for_generation(  # type: ignore[override]  # the rest goes through as it is
-        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
     ) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "static"):
             raise ConfigError(
-                f"cache_implementation must be left out, got "
-                f"{generation_config.cache_implementation!r}: the model keeps a MetaAttentionCache"
+                f"cache_implementation must be 'static' or left out, got {kind!r}: the model keeps "
+                "a MetaAttentionCache"
             )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+        needs_cache = generation_config.use_cache and model_kwargs.get("past_key_values") is None
+        if needs_cache and kind == "static":
+            room = max(max_cache_length, generation_config.max_cache_len or 0, 1)
+            model_kwargs["past_key_values"] = MetaAttentionStaticCache(self.config, room)
+        elif needs_cache:
             model_kwargs["past_key_values"] = MetaAttentionCache(self.config)
+        else:
+            super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+
+    def prepare_inputs_for_generation(  # type: ignore[override]  # the rest goes through as it is
+        self,
+        input_ids: torch.LongTensor,
+        next_sequence_length: int | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids, next_sequence_length, past_key_values, **kwargs
+        )
+        is_step = next_sequence_length == 1 and not kwargs.get("is_first_iteration")
+        if is_step and isinstance(past_key_values, MetaAttentionCache):
+            # the prompt's padding is known, and what follows is none: a mask would have to be read
+            inputs.pop("attention_mask", None)
+        return inputs
 
 
 def _mean_of(values: list[Tensor], mask: Tensor | None, like: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Time and memory of routed attention against its peers, measured in one run."""

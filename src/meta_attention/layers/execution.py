@@ -1,0 +1,282 @@
+"""The running of a layer's experts: on all tokens, on listed ones, or on the newest of each row.
+
+The first is for soft routes, which take every expert; the second for hard and gated ones. The third
+is a decoding step, and does what either would: it adds up the experts of a row in one launch.
+
+Shapes: B batch, T sequence, D width, H heads, P head width, E experts.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.experts import (
+    Expert,
+    Heads,
+    LinearAttention,
+    RecurrentExpert,
+    SoftmaxExpert,
+    keep_listed,
+)
+from meta_attention.layers.cache import DecodeStep, RoutedCacheLayer
+from meta_attention.ops.route_plan import RoutePlan
+from meta_attention.ops.routed_attention import routed_attention
+from meta_attention.ops.routed_decode import LinearStep, routed_decode
+
+
+class HeadsKind(NamedTuple):
+    """Which of a layer's queries, keys and values an expert sees."""
+
+    projections: int
+    rotated: bool
+
+
+HeadsByKind = dict[HeadsKind, Heads]
+
+
+class ExpertExecution:
+    """Runs the experts of one layer, and writes what they leave in its cache.
+
+    Args:
+        config: Model configuration.
+        names: Names of the experts.
+        experts: The experts, in the same order.
+    """
+
+    def __init__(
+        self, config: MetaAttentionConfig, names: tuple[str, ...], experts: nn.ModuleList
+    ) -> None:
+        self.config = config
+        self.names = names
+        self.experts = experts
+
+    def on_all(
+        self, heads: HeadsByKind, x: Tensor, mask: Tensor | None, memory: RoutedCacheLayer | None
+    ) -> list[Tensor]:
+        """Rows [B, T, H * P] of every expert."""
+        with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
+        rows = []
+        for index, (name, expert) in enumerate(zip(self.names, self.experts, strict=True)):
+            kind = self._kind_of(index)
+            if isinstance(expert, RecurrentExpert):
+                state = None if memory is None else memory.states.get(name)
+                row, state = expert(heads[kind], x, new_mask, state)
+                if memory is not None:
+                    memory.keep_state(name, state)
+            else:
+                row = expert(with_past[kind], x, past_mask)
+            rows.append(row.flatten(2))
+        if memory is not None:
+            memory.advance(x.shape[1])
+        return rows
+
+    def on_listed(
+        self,
+        heads: HeadsByKind,
+        x: Tensor,
+        mask: Tensor | None,
+        memory: RoutedCacheLayer | None,
+        plan: RoutePlan,
+    ) -> list[Tensor]:
+        """Rows [B, T, H * P] of every expert for its own tokens; one for all under hard routing."""
+        with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
+        query = next(iter(heads.values())).query
+        # where each token takes one expert and all share what follows, they share a buffer
+        shares = plan.is_exclusive and self.config.shared_projections
+        buffers = [torch.zeros_like(query) if self._leaves_gaps(mask) else torch.empty_like(query)]
+        if not shares:
+            buffers = [torch.zeros_like(query) for _ in self.experts]
+
+        for kind, windows in self._windows_by_kind().items():
+            rows = routed_attention(
+                with_past[kind].query,
+                with_past[kind].key,
+                with_past[kind].value,
+                plan,
+                windows,
+                causal=self.config.causal,
+                mask=past_mask,
+                rows=buffers[0] if shares else None,
+                impl=self.config.impl,
+            )
+            for slot, index in enumerate(windows):
+                own = rows if plan.is_exclusive else rows[slot]
+                expert: SoftmaxExpert = self.experts[index]  # type: ignore[assignment]
+                if expert.has_finish:
+                    own = keep_listed(plan.list_of(index), expert.finish(own, x), own)
+                    rows = own if shares else rows
+                buffers[0 if shares else index] = own
+
+        for index, (name, other) in enumerate(zip(self.names, self.experts, strict=True)):
+            expert_heads, buffer = self._kind_of(index), 0 if shares else index
+            queries = plan.list_of(index)
+            if isinstance(other, RecurrentExpert):
+                state = None if memory is None else memory.states.get(name)
+                buffers[buffer], state = other.attend(
+                    heads[expert_heads], x, new_mask, state, queries, buffers[buffer]
+                )
+                if memory is not None:
+                    memory.keep_state(name, state)
+            elif isinstance(other, Expert) and not isinstance(other, SoftmaxExpert):
+                buffers[buffer] = other.attend(
+                    with_past[expert_heads], x, past_mask, queries, buffers[buffer]
+                )
+        if memory is not None:
+            memory.advance(x.shape[1])
+        return [buffer.flatten(2) for buffer in buffers]
+
+    def can_run_newest(self, heads: HeadsByKind, memory: RoutedCacheLayer) -> bool:
+        """Whether :meth:`on_newest` knows these experts and heads.
+
+        It does not know experts with projections or algorithms of their own, and has no gradient.
+        """
+        kinds = self._kinds_kept()
+        others = [type(e) for e in self.experts if not isinstance(e, SoftmaxExpert)]
+        has_own_projections = len({kind.projections for kind in heads}) > 1
+        if has_own_projections or len(kinds) > 1 or others not in ([], [LinearAttention]):
+            return False
+        seen = [heads[kind] for kind in kinds] or list(heads.values())[:1]
+        tensors = [x for h in seen for x in (h.query, h.key, h.value)]
+        tensors += [x for x in (memory.keys, memory.values) if x is not None]
+        # under autocast they may differ
+        return not tensors[0].requires_grad and len({x.dtype for x in tensors}) == 1
+
+    def on_newest(
+        self,
+        heads: HeadsByKind,
+        x: Tensor,
+        weights: Tensor,
+        step: DecodeStep,
+        memory: RoutedCacheLayer,
+    ) -> Tensor:
+        """Rows [B, 1, H * P] of the newest tokens, their experts summed by weight [B, 1, E].
+
+        One launch, and another for each expert that has a say in what becomes of its rows.
+        """
+        weights = weights.squeeze(1)  # [B, E]
+        windows: dict[int, int | None] = {}
+        finished: dict[int, SoftmaxExpert] = {}
+        linear = None
+        for index, expert in enumerate(self.experts):
+            if isinstance(expert, SoftmaxExpert):
+                windows[index] = expert.window
+                if expert.has_finish:
+                    finished[index] = expert
+            else:
+                linear = self._linear_step(index, heads, memory)
+
+        kinds = self._kinds_kept()
+        newest = heads[kinds[0] if kinds else self._kind_of(0)]
+        key, value = newest.key.transpose(1, 2), newest.value.transpose(1, 2)  # [B, K, 1, P]
+        if kinds:
+            key, value, length, start = memory.update_newest(key, value, step)
+        else:
+            # nobody reads keys: the newest stand for all
+            length, start = torch.ones_like(step.length), None
+
+        def attend(
+            weights: Tensor, windows: dict[int, int | None], linear: LinearStep | None
+        ) -> Tensor:
+            return routed_decode(
+                newest.query.squeeze(1),
+                key,
+                value,
+                weights,
+                windows,
+                length=length,
+                start=start,
+                is_token=step.is_token,
+                linear=linear,
+                impl=self.config.impl,
+            )
+
+        plain = {index: window for index, window in windows.items() if index not in finished}
+        dtype = torch.promote_types(newest.query.dtype, torch.float32)
+        rows = []
+        if plain or linear is not None:
+            rows.append(attend(weights, plain, linear).to(dtype))
+        for index, softmax in finished.items():
+            # weighted after it is finished
+            own = attend((weights > 0).to(weights.dtype), {index: windows[index]}, None)
+            own = softmax.finish(own.unsqueeze(1), x).squeeze(1)
+            weight = weights[:, index, None, None]
+            rows.append(torch.where(weight > 0, weight * own, 0.0).to(dtype))
+        memory.advance(1)
+        merged = rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
+        return merged.to(newest.query.dtype).flatten(1).unsqueeze(1)
+
+    def _linear_step(self, index: int, heads: HeadsByKind, memory: RoutedCacheLayer) -> LinearStep:
+        """The newest tokens as the linear expert sees them, and its state."""
+        own = heads[self._kind_of(index)]
+        B, _, K, P = own.key.shape
+
+        def zeros() -> Tensor:
+            dtype = torch.promote_types(own.query.dtype, torch.float32)
+            return own.key.new_zeros(B, K, P, P + 1, dtype=dtype)
+
+        query, key, value = (x.squeeze(1) for x in (own.query, own.key, own.value))
+        return LinearStep(index, query, key, value, memory.open_state(self.names[index], zeros))
+
+    def _windows_by_kind(self) -> dict[HeadsKind, dict[int, int | None]]:
+        """Softmax experts, by the heads they see: those of one kind run in one kernel."""
+        windows: dict[HeadsKind, dict[int, int | None]] = {}
+        for index, expert in enumerate(self.experts):
+            if isinstance(expert, SoftmaxExpert):
+                windows.setdefault(self._kind_of(index), {})[index] = expert.window
+        return windows
+
+    def _leaves_gaps(self, mask: Tensor | None) -> bool:
+        """Whether rows may be read that nobody has written: those of padding, say."""
+        return mask is not None or any(
+            isinstance(e, SoftmaxExpert) and e.has_finish for e in self.experts
+        )
+
+    def _with_past(
+        self,
+        heads: HeadsByKind,
+        mask: Tensor | None,
+        memory: RoutedCacheLayer | None,
+        T: int,
+    ) -> tuple[HeadsByKind, Tensor | None, Tensor | None]:
+        """Heads that see the cache, and the masks of the new tokens and of all they see."""
+        new_mask = None if mask is None else mask[:, -T:]
+        if memory is None:
+            return heads, new_mask, mask
+        with_past = self._remember(heads, memory)
+        kept = next(iter(with_past.values())).key.shape[1] if with_past else 0
+        # a window may have dropped the oldest keys
+        return with_past, new_mask, None if mask is None else mask[:, mask.shape[1] - kept :]
+
+    def _remember(self, heads: HeadsByKind, memory: RoutedCacheLayer) -> HeadsByKind:
+        """Add keys and values to the cache; heads that see all of it, for experts that look."""
+        kinds = self._kinds_kept()
+        if not kinds:
+            return {}
+        # the cache keeps [B, heads, S, P]: the heads of all kinds side by side
+        keys, values = memory.update(
+            torch.cat([heads[kind].key for kind in kinds], dim=2).transpose(1, 2),
+            torch.cat([heads[kind].value for kind in kinds], dim=2).transpose(1, 2),
+        )
+        per_kind = zip(
+            kinds,
+            keys.transpose(1, 2).chunk(len(kinds), dim=2),
+            values.transpose(1, 2).chunk(len(kinds), dim=2),
+            strict=True,
+        )
+        return {kind: Heads(heads[kind].query, key, value) for kind, key, value in per_kind}
+
+    def _kinds_kept(self) -> list[HeadsKind]:
+        """The heads whose keys and values some expert reads from the cache."""
+        kinds = (
+            self._kind_of(index)
+            for index, expert in enumerate(self.experts)
+            if not isinstance(expert, RecurrentExpert)
+        )
+        return list(dict.fromkeys(kinds))
+
+    def _kind_of(self, index: int) -> HeadsKind:
+        """Which heads an expert sees."""
+        own = 0 if self.config.shared_projections else index
+        return HeadsKind(own, self.config.use_rope and bool(self.experts[index].uses_rope))
