@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from meta_attention.bench.decode_suite import DecodePlan, DecodeShape, bytes_of_
 from meta_attention.bench.op_suite import FIFTH, QUARTERS, OpPlan
 from meta_attention.bench.rows import Row, load_results
 from meta_attention.bench.session import Work, describe
+from meta_attention.bench.timing import Clock
 from meta_attention.errors import BackendUnavailableError, ConfigError
+from meta_attention.layers import attention
 
 SHAPE = OpShape(2, 200, H=2, P=16, window=24)
 OP = OpPlan(
@@ -32,6 +35,8 @@ OP = OpPlan(
     hybrid_window=48,
     linear_lengths=(200,),
 )
+# without what takes longest
+BRIEF = replace(OP, flex_lengths=(), linear_lengths=())
 LAYER = layer_suite.LayerPlan(B=2, T=200, H=2, P=16, window=24, small_T=100)
 SIZES: dict[str, Any] = {
     "B": 1, "T": 200, "hidden_size": 32, "heads": 2, "head_dim": 16, "intermediate_size": 64,
@@ -68,7 +73,7 @@ def test_op_suite_measures_all_of_it(session):
 
 
 def test_a_hybrid_is_priced_from_its_parts(session):
-    rows = op_suite.run_op(session, OP)
+    rows = op_suite.run_op(session, BRIEF)
     (full, local, hybrid) = (
         next(row.ms for row in rows if row.name == name and row.work == "backward")
         for name in ("SDPA flash", op_peers.LOCAL_ONLY, op_peers.HYBRID)
@@ -77,7 +82,7 @@ def test_a_hybrid_is_priced_from_its_parts(session):
 
 
 def test_a_peer_that_cannot_run_is_a_row_with_its_reason(session):
-    rows = op_suite.run_op(session, OP)
+    rows = op_suite.run_op(session, BRIEF)
     failed = by_name(rows, "SDPA cuDNN")
     assert len(failed) == 3
     for row in failed:
@@ -94,7 +99,7 @@ def test_a_wrong_implementation_has_no_time(session, monkeypatch):
         return attend(query, key, value, plan, windows, **options)
 
     monkeypatch.setattr(op_bench, "routed_attention", wrong)
-    rows = op_suite.run_op(session, OP)
+    rows = op_suite.run_op(session, BRIEF)
     for row in by_name(rows, "routed"):
         is_local = row.mix != "100/0/0"
         assert row.status == ("failed" if is_local else "measured")
@@ -113,7 +118,7 @@ def test_a_wrong_linear_expert_has_no_time(session, monkeypatch):
         return attend(query * 1.1, key, value, **options)
 
     monkeypatch.setattr(op_bench, "linear_attention", wrong)
-    rows = by_name(op_suite.run_op(session, OP), "routed")
+    rows = by_name(op_suite.run_op(session, BRIEF), "routed")
     assert {row.mix for row in rows if row.status == "failed"} == {"25/25/50"}
 
 
@@ -168,24 +173,13 @@ def test_model_suite_compares_four_models(session):
 
 
 def test_a_model_that_takes_other_routes_has_no_time(session, monkeypatch):
-    draw = model_suite.draw_layers
-    calls = []
-
-    def other(mix, layers, B, T, *, seed, device):
-        calls.append(1)
-        return draw(mix, layers, B, T, seed=seed, device=device)
-
-    from meta_attention.layers import attention
-
     plan = attention.plan_routes
 
     def wrong(weights, **options):
         return plan(weights.roll(1, dims=1), **options)
 
-    monkeypatch.setattr(model_suite, "draw_layers", other)
     monkeypatch.setattr(attention, "plan_routes", wrong)
     routed = model_suite.run_model(session, MODEL)[-1]
-    assert calls
     assert (routed.status, routed.timing) == ("failed", None)
     assert "hidden states" in routed.reason
 
@@ -269,7 +263,7 @@ def test_cpu_suite_end_to_end(tmp_path, monkeypatch):
     )  # fmt: skip
     suite = run.Suite(cpu_suite.run_cpu, lambda session: cpu_suite.run_cpu(session, plan))
     monkeypatch.setitem(run.SUITE_RUNS, "cpu", suite)
-    monkeypatch.setattr(run, "Clock", lambda device, **options: FAST(device))
+    monkeypatch.setattr(run, "Clock", lambda device, **options: fast_clock(device))
     path, lines = tmp_path / "cpu.json", []
     threads = torch.get_num_threads()
     results = run.run_suites(
@@ -292,9 +286,7 @@ def test_cpu_suite_end_to_end(tmp_path, monkeypatch):
         assert key in document["machine"]
 
 
-def FAST(device):
-    from meta_attention.bench.timing import Clock
-
+def fast_clock(device):
     return Clock(device, budget_ms=0.0, min_runs=2, max_runs=2)
 
 

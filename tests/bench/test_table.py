@@ -48,8 +48,8 @@ def test_table_shows_times_rates_memory_and_targets(results):
     text = render(results)
     for part in (
         "NVIDIA H200", "matmul 700 TFLOP/s", "op: bfloat16 B=2 T=16384", "1.000", "0.200",
-        "0.900-1.100",         "321 (46%)", "120 (1.20x)", "3.0e-03", "4.00x", "Targets", "memory ratio", "<= 1.1x",
-        "missed", "met", "priced from its parts",
+        "0.900-1.100", "321 (46%)", "120 (1.20x)", "3.0e-03", "4.00x", "Targets", "memory ratio",
+        "<= 1.1x", "missed", "met", "priced from its parts",
     ):  # fmt: skip
         assert part in text, part
 

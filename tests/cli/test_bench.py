@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from meta_attention.bench import cpu_suite, run
+from meta_attention.bench import cpu_suite
+from meta_attention.bench import run as runs
 from meta_attention.bench.data import OpShape
 from meta_attention.bench.op_suite import QUARTERS, OpPlan
 from meta_attention.bench.rows import Results, Row, Timing
@@ -26,7 +27,6 @@ TINY = OpPlan(
 @pytest.fixture
 def bench(run, monkeypatch):
     """The command with a tiny suite for the CPU."""
-    from meta_attention.bench import run as runs
 
     def tiny(session):
         session.clock = Clock(session.device, budget_ms=0.0, min_runs=2, max_runs=2)
@@ -68,7 +68,7 @@ def test_an_interrupted_run_shows_what_it_has(bench, monkeypatch):
         cpu_suite.run_cpu(session, TINY)
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(run.SUITE_RUNS, "cpu", run.Suite(interrupted, interrupted))
+    monkeypatch.setitem(runs.SUITE_RUNS, "cpu", runs.Suite(interrupted, interrupted))
     result = bench("--suite", "cpu")
     assert result.exit_code == 130
     assert "25/25/50" in result.stdout

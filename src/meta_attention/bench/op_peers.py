@@ -61,8 +61,11 @@ class FlexPeer:
             for x in (data.key, data.value)
         )
         forward = partial(self.attend, q, k, v, self.rows.mask)
+        # as it will be called: a change of mode would compile it again
+        with torch.set_grad_enabled(needs_gradient):
+            rows = forward().detach()
         gates = sampled_gates(
-            self.rows.scatter(forward().detach(), data.query.detach()),
+            self.rows.scatter(rows, data.query.detach()),
             data,
             self.routes,
             self.window,

@@ -3,9 +3,11 @@
 With u the features of a query, a row is (u . sums) / (u . norm). So from a gradient g of the row
 the state gets the gradient
 
-    scale u^T [g, pull],    scale = 1 / (u . norm),    pull = -(g . row)
+    u^T [g, pull] / (u . norm),    pull = -(g . row)
 
-and where nothing is divided, scale = 1 and pull = 0. Shapes and names: as in forward.py.
+and where nothing is divided, it is u^T [g, 0]. The query kernel packs u, g and pull, the latter two
+divided already, in the order of the list: the kernels after it read them without a detour. Shapes
+and names: as in forward.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -37,7 +39,7 @@ def slope(x, NORMALISE: tl.constexpr):
 @triton.jit
 def linear_attention_bwd_query_kernel(
     query_ptr,
-    key_ptr,
+    features_ptr,  # of the keys [B, T, K, P]
     value_ptr,
     states_ptr,
     norms_ptr,
@@ -45,14 +47,13 @@ def linear_attention_bwd_query_kernel(
     normaliser_ptr,  # [B, H, T] float32
     grad_ptr,
     d_query_ptr,
-    pull_ptr,  # [B, H, T] float32
+    packed_u_ptr,  # [B, H, T, P]
+    packed_g_ptr,  # [B, H, T, P]
+    packed_pull_ptr,  # [B, H, T] float32
     decay_terms_ptr,  # [column tiles, B, H, N * CHUNK] float32
     stride_qb,
     stride_qt,
     stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
     stride_vb,
     stride_vt,
     stride_vh,
@@ -92,7 +93,7 @@ def linear_attention_bwd_query_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Gradient of the queries of one tile of a list, and the pull of its rows."""
+    """Gradient of the queries of one tile of a list; packs what the kernels after it need."""
     n = tl.program_id(0) // (CHUNK // BLOCK_M)
     bh = tl.program_id(2).to(tl.int64)
     bk = bh // GROUP
@@ -124,8 +125,12 @@ def linear_attention_bwd_query_kernel(
         # a normaliser at its floor does not depend on anything
         pull = tl.where(den > MIN_NORMALISER, -tl.sum(g.to(tl.float32) * row, 1), 0.0)
         scale = 1.0 / den
-        if tl.program_id(1) == 0:
-            tl.store(pull_ptr + bh * T + t, pull, mask=is_row)
+    if tl.program_id(1) == 0:
+        packed = ((bh * T + slot) * P)[:, None] + p[None, :]
+        is_packed = is_row[:, None] & (p < P)[None, :]
+        tl.store(packed_pull_ptr + bh * T + slot, pull * scale, mask=is_row)
+        scaled = (g.to(tl.float32) * scale[:, None]).to(COMPUTE)
+        tl.store(packed_g_ptr + packed, scaled, mask=is_packed)
 
     # through the state before the chunk
     state = load_transposed(states_ptr + (bk * N + n) * P * P, c, p, P, c < P, P)  # [P, C]
@@ -143,14 +148,14 @@ def linear_attention_bwd_query_kernel(
         du = tl.where(is_same[:, None], du, 0.0)
 
     # through the chunk up to each row
-    key_ptr += b * stride_kb + bk % K * stride_kh
+    features_ptr += (b * T * K + bk % K) * P
     value_ptr += b * stride_vb + bk % K * stride_vh
     last = tl.max(tl.where(is_row, t, 0), 0)
     for s0 in range(start, last + 1, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
         is_key = drop_padding(mask_ptr, b * T + s, s <= last, HAS_MASK)
-        v = load_transposed(value_ptr, s, p, stride_vt, is_key, P).to(COMPUTE)  # [P, S]
-        d_scores = tl.dot(g, v, input_precision=PRECISION) + pull[:, None]  # [M, S]
+        v = load_tile(value_ptr, s, p, stride_vt, is_key, P).to(COMPUTE)  # [S, P]
+        d_scores = tl.dot(g, tl.trans(v), input_precision=PRECISION) + pull[:, None]  # [M, S]
         d_scores = d_scores * scale[:, None]
         sees = s[None, :] <= t[:, None]
         if HAS_DOCUMENTS:
@@ -160,19 +165,22 @@ def linear_attention_bwd_query_kernel(
             past_s = tl.load(past_ptr + s)
             d_scores = d_scores * tl.exp(tl.minimum(past_t[:, None] - past_s[None, :], 0.0))
         d_scores = tl.where(sees, d_scores, 0.0).to(COMPUTE)
-        k = load_tile(key_ptr, s, c, stride_kt, is_key, P).to(tl.float32)
-        f = features(k, is_key[:, None] & (c < P)[None, :], NORMALISE).to(COMPUTE)  # [S, C]
+        f = load_tile(features_ptr, s, c, K * P, s <= last, P)  # [S, C]
         du = tl.dot(d_scores, f, du, input_precision=PRECISION)
 
     query_ptr += b * stride_qb + h * stride_qh
     q, shift = load_queries(query_ptr, t, p, stride_qt, is_query, P, NORMALISE)
+    if tl.program_id(1) == 0:
+        u = features(q, is_query[:, None] & (p < P)[None, :], NORMALISE).to(COMPUTE)
+        packed = ((bh * T + slot) * P)[:, None] + p[None, :]
+        tl.store(packed_u_ptr + packed, u, mask=is_row[:, None] & (p < P)[None, :])
     if BLOCK_C != BLOCK_P:
         q = load_tile(query_ptr, t, c, stride_qt, is_query, P).to(tl.float32) - shift[:, None]
     used = is_row[:, None] & (c < P)[None, :]
     if HAS_DECAY:
-        u = features(q, used, NORMALISE).to(COMPUTE).to(tl.float32)
+        terms = features(q, used, NORMALISE).to(COMPUTE).to(tl.float32) * du
         at = (tl.program_id(1) * tl.num_programs(2) + bh) * N * CHUNK + t
-        tl.store(decay_terms_ptr + at, tl.sum(u * du, 1), mask=is_row)
+        tl.store(decay_terms_ptr + at, tl.sum(terms, 1), mask=is_row)
     out = d_query_ptr + ((b * T + t) * K * GROUP + h)[:, None] * P + c[None, :]
     dq = du * slope(q, NORMALISE)
     tl.store(out, dq.to(d_query_ptr.dtype.element_ty), mask=used)
@@ -180,17 +188,10 @@ def linear_attention_bwd_query_kernel(
 
 @triton.jit
 def linear_attention_bwd_sum_kernel(
-    query_ptr,
-    normaliser_ptr,
-    grad_ptr,
-    pull_ptr,
+    packed_u_ptr,
+    packed_g_ptr,
+    packed_pull_ptr,
     sums_ptr,  # [B, K, N, P * P + P] float32
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_gb,
-    stride_gt,
-    stride_gh,
     mask_ptr,
     documents_ptr,
     past_ptr,
@@ -242,26 +243,25 @@ def linear_attention_bwd_sum_kernel(
     norm = tl.zeros([BLOCK_P], tl.float32)
     for member in range(GROUP):
         bh = bk * GROUP + member
-        head_query_ptr = query_ptr + b * stride_qb + bh % (K * GROUP) * stride_qh
-        head_grad_ptr = grad_ptr + b * stride_gb + bh % (K * GROUP) * stride_gh
         for slot0 in range(first, stop, BLOCK_M):
             slot = slot0 + tl.arange(0, BLOCK_M)
             is_row = slot < stop
-            t = load_positions(positions_ptr, slot, is_row, HAS_LIST)
-            is_query = drop_padding(mask_ptr, b * T + t, is_row, HAS_MASK)
-            if HAS_DOCUMENTS:
-                d_t = tl.load(documents_ptr + t, mask=is_query, other=-1)
-                is_query = is_query & (d_t == carried)
-            q, _ = load_queries(head_query_ptr, t, p, stride_qt, is_query, P, NORMALISE)
-            u = features(q, is_query[:, None] & (p < P)[None, :], NORMALISE)
-            if HAS_DECAY:
-                u = u * tl.exp(tl.load(past_ptr + t, mask=is_query, other=0.0))[:, None]
+            packed = bh * T + slot
+            u = load_tile(packed_u_ptr, packed, p, P, is_row, P)  # [M, P]
+            if HAS_DECAY or HAS_DOCUMENTS:
+                t = load_positions(positions_ptr, slot, is_row, HAS_LIST)
+                weight = tl.full([BLOCK_M], 1.0, tl.float32)
+                if HAS_DECAY:
+                    weight = tl.exp(tl.load(past_ptr + t, mask=is_row, other=0.0))
+                if HAS_DOCUMENTS:
+                    d_t = tl.load(documents_ptr + t, mask=is_row, other=-1)
+                    weight = tl.where(d_t == carried, weight, 0.0)
+                u = (u.to(tl.float32) * weight[:, None]).to(COMPUTE)
             if NORMALISE:
-                u = u / tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)[:, None]
-                pull = tl.load(pull_ptr + bh * T + t, mask=is_query, other=0.0)
-                norm += tl.sum(u * pull[:, None], 0)
-            g = load_tile(head_grad_ptr, t, c, stride_gt, is_query, P).to(COMPUTE)
-            acc = tl.dot(tl.trans(u.to(COMPUTE)), g, acc, input_precision=PRECISION)
+                pull = tl.load(packed_pull_ptr + packed, mask=is_row, other=0.0)
+                norm += tl.sum(u.to(tl.float32) * pull[:, None], 0)
+            g = load_tile(packed_g_ptr, packed, c, P, is_row, P)
+            acc = tl.dot(tl.trans(u), g, acc, input_precision=PRECISION)
 
     sums_ptr += (bk * N + n) * (P * P + P)
     tl.store(sums_ptr + p[:, None] * P + c[None, :], acc, mask=(p < P)[:, None] & (c < P)[None, :])
@@ -271,29 +271,22 @@ def linear_attention_bwd_sum_kernel(
 
 @triton.jit
 def linear_attention_bwd_key_kernel(
-    query_ptr,
+    packed_u_ptr,
+    packed_g_ptr,
+    packed_pull_ptr,
     key_ptr,
     value_ptr,
     states_ptr,  # gradients of the states after every chunk
     norms_ptr,
-    normaliser_ptr,
-    grad_ptr,
-    pull_ptr,
     d_key_ptr,
     d_value_ptr,
     decay_terms_ptr,  # [2, column tiles, B, K, N * CHUNK] float32: of later chunks, of its own
-    stride_qb,
-    stride_qt,
-    stride_qh,
     stride_kb,
     stride_kt,
     stride_kh,
     stride_vb,
     stride_vt,
     stride_vh,
-    stride_gb,
-    stride_gt,
-    stride_gh,
     mask_ptr,
     documents_ptr,
     past_ptr,
@@ -373,39 +366,31 @@ def linear_attention_bwd_key_kernel(
     first, stop = slots_between(ranks_ptr, s0, start + CHUNK, T, num_ranks, HAS_LIST, RANK_BLOCK)
     for member in range(GROUP):
         bh = bk * GROUP + member
-        head_query_ptr = query_ptr + b * stride_qb + bh % (K * GROUP) * stride_qh
-        head_grad_ptr = grad_ptr + b * stride_gb + bh % (K * GROUP) * stride_gh
         for slot0 in range(first, stop, BLOCK_M):
             slot = slot0 + tl.arange(0, BLOCK_M)
             is_row = slot < stop
             t = load_positions(positions_ptr, slot, is_row, HAS_LIST)
-            is_query = drop_padding(mask_ptr, b * T + t, is_row, HAS_MASK)
-            q, shift = load_queries(head_query_ptr, t, p, stride_qt, is_query, P, NORMALISE)
-            u = features(q, is_query[:, None] & (p < P)[None, :], NORMALISE).to(COMPUTE)
-            g = load_tile(head_grad_ptr, t, p, stride_gt, is_query, P).to(COMPUTE)
-            sees = (s[:, None] <= t[None, :]) & is_query[None, :]
+            packed = bh * T + slot
+            u = load_tile(packed_u_ptr, packed, p, P, is_row, P)  # [M, P]
+            g = load_tile(packed_g_ptr, packed, p, P, is_row, P)
+            sees = (s[:, None] <= t[None, :]) & is_row[None, :]
             if HAS_DOCUMENTS:
-                d_t = tl.load(documents_ptr + t, mask=is_query, other=-1)
+                d_t = tl.load(documents_ptr + t, mask=is_row, other=-1)
                 sees = sees & (d_s[:, None] == d_t[None, :])
             scores = tl.dot(f, tl.trans(u), input_precision=PRECISION)  # [S, M]
             d_scores = tl.dot(v, tl.trans(g), input_precision=PRECISION)
             if NORMALISE:
-                den = tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)
-                pull = tl.load(pull_ptr + bh * T + t, mask=is_query, other=0.0)
-                scores = scores / den[None, :]
-                d_scores = (d_scores + pull[None, :]) / den[None, :]
+                d_scores += tl.load(packed_pull_ptr + packed, mask=is_row, other=0.0)[None, :]
             if HAS_DECAY:
-                past_t = tl.load(past_ptr + t, mask=is_query, other=0.0)
+                past_t = tl.load(past_ptr + t, mask=is_row, other=0.0)
                 to_row = tl.exp(tl.minimum(past_t[None, :] - past_s[:, None], 0.0))
                 scores = scores * to_row
                 d_scores = d_scores * to_row
             scores = tl.where(sees, scores, 0.0).to(COMPUTE)
             d_scores = tl.where(sees, d_scores, 0.0).to(COMPUTE)
             if BLOCK_C != BLOCK_P:
-                q = load_tile(head_query_ptr, t, c, stride_qt, is_query, P).to(tl.float32)
-                q = q - shift[:, None]
-                u = features(q, is_query[:, None] & (c < P)[None, :], NORMALISE).to(COMPUTE)
-                g = load_tile(head_grad_ptr, t, c, stride_gt, is_query, P).to(COMPUTE)
+                u = load_tile(packed_u_ptr, packed, c, P, is_row, P)
+                g = load_tile(packed_g_ptr, packed, c, P, is_row, P)
             dv = tl.dot(scores, g, dv, input_precision=PRECISION)
             df = tl.dot(d_scores, u, df, input_precision=PRECISION)
 

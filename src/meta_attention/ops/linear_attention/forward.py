@@ -76,6 +76,7 @@ def linear_attention_sum_kernel(
     key_ptr,
     value_ptr,
     sums_ptr,  # [B, K, N, P * P + P] float32
+    features_ptr,  # [B, T, K, P]
     stride_kb,
     stride_kt,
     stride_kh,
@@ -101,7 +102,7 @@ def linear_attention_sum_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """What one chunk adds to the state."""
+    """What one chunk adds to the state, and the features of its keys, which others need too."""
     n = tl.program_id(0)
     bk = tl.program_id(2).to(tl.int64)
     b = bk // K
@@ -123,16 +124,21 @@ def linear_attention_sum_kernel(
     for s0 in range(start, stop, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
         is_key = drop_padding(mask_ptr, b * T + s, s < stop, HAS_MASK)
+        k = load_tile(key_ptr, s, p, stride_kt, is_key, P).to(tl.float32)
+        f = features(k, is_key[:, None] & (p < P)[None, :], NORMALISE)  # [S, P]
+        if tl.program_id(1) == 0:
+            at = ((b * T + s) * K + bk % K)[:, None] * P + p[None, :]
+            is_written = (s < stop)[:, None] & (p < P)[None, :]
+            tl.store(features_ptr + at, f.to(COMPUTE), mask=is_written)
         if HAS_DOCUMENTS:
             is_key = is_key & (tl.load(documents_ptr + s, mask=is_key, other=-1) == end)
-        k = load_transposed(key_ptr, s, p, stride_kt, is_key, P).to(tl.float32)
-        f = features(k, (p < P)[:, None] & is_key[None, :], NORMALISE)  # [P, S]
+            f = tl.where(is_key[:, None], f, 0.0)
         if HAS_DECAY:
-            f = f * tl.exp(total - tl.load(past_ptr + s))[None, :]
+            f = f * tl.exp(total - tl.load(past_ptr + s))[:, None]
         f = f.to(COMPUTE)
         v = load_tile(value_ptr, s, c, stride_vt, is_key, P).to(COMPUTE)
-        acc = tl.dot(f, v, acc, input_precision=PRECISION)
-        norm += tl.sum(f.to(tl.float32), 1)
+        acc = tl.dot(tl.trans(f), v, acc, input_precision=PRECISION)
+        norm += tl.sum(f.to(tl.float32), 0)
 
     sums_ptr += (bk * N + n) * (P * P + P)
     tl.store(sums_ptr + p[:, None] * P + c[None, :], acc, mask=(p < P)[:, None] & (c < P)[None, :])
@@ -193,7 +199,7 @@ def linear_attention_scan_kernel(
 @triton.jit
 def linear_attention_fwd_kernel(
     query_ptr,
-    key_ptr,
+    features_ptr,  # of the keys [B, T, K, P]
     value_ptr,
     states_ptr,
     norms_ptr,
@@ -202,9 +208,6 @@ def linear_attention_fwd_kernel(
     stride_qb,
     stride_qt,
     stride_qh,
-    stride_kb,
-    stride_kt,
-    stride_kh,
     stride_vb,
     stride_vt,
     stride_vh,
@@ -284,15 +287,14 @@ def linear_attention_fwd_kernel(
         den = tl.where(is_same, den, 0.0)
 
     # what the chunk gives, up to each row
-    key_ptr += b * stride_kb + bk % K * stride_kh
+    features_ptr += (b * T * K + bk % K) * P
     value_ptr += b * stride_vb + bk % K * stride_vh
     last = tl.max(tl.where(is_row, t, 0), 0)
     for s0 in range(start, last + 1, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
         is_key = drop_padding(mask_ptr, b * T + s, s <= last, HAS_MASK)
-        k = load_transposed(key_ptr, s, p, stride_kt, is_key, P).to(tl.float32)
-        f = features(k, (p < P)[:, None] & is_key[None, :], NORMALISE).to(COMPUTE)  # [P, S]
-        scores = tl.dot(u, f, input_precision=PRECISION)  # [M, S]
+        f = load_tile(features_ptr, s, p, K * P, s <= last, P)
+        scores = tl.dot(u, tl.trans(f), input_precision=PRECISION)  # [M, S]
         sees = s[None, :] <= t[:, None]
         if HAS_DOCUMENTS:
             d_s = tl.load(documents_ptr + s, mask=is_key, other=-2)

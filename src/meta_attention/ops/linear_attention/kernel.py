@@ -67,6 +67,17 @@ TILES = {
     },
 }
 
+# what single kernels do otherwise in bfloat16 up to a width of 128. They wait for memory more than
+# they compute: with half of the registers, two programs take turns on a multiprocessor
+SHARED = {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
+OPTIONS: dict[str, dict[str, int]] = {
+    "sum": SHARED | {"BLOCK_S": 32},
+    "rows": SHARED,
+    "bwd_query": SHARED,
+    "bwd_sum": SHARED,
+    "bwd_key": SHARED | {"num_stages": 1},
+}
+
 # numbers of the state in a program of the scan
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 512, 2, 4
 
@@ -93,9 +104,19 @@ class Launch:
     def columns(self) -> int:
         return triton.cdiv(self.P, self.tokens["BLOCK_C"])
 
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.tiles.warps, "num_stages": self.tiles.stages}
+    def options(self, kernel: str) -> dict[str, Any]:
+        """Arguments of one kernel beside its tensors."""
+        arguments = self.tokens | {
+            "num_warps": self.tiles.warps,
+            "num_stages": self.tiles.stages,
+        }
+        if kernel != "sum":
+            arguments |= self.lists
+        if kernel == "bwd_key":
+            arguments["BLOCK_M"] = self.tiles.key_rows
+        if self.compute == torch.bfloat16 and 64 < self.P <= 128:
+            arguments |= OPTIONS[kernel]
+        return arguments
 
 
 def _plan_launch(
@@ -223,21 +244,22 @@ def _scan(
 
 def _states(
     launch: Launch, key: Tensor, value: Tensor, first: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The states and norms before every chunk, and the last state."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The states and norms before every chunk, the last state, and the features of the keys."""
     B, K, N, P = launch.B, launch.K, launch.N, launch.P
     sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=key.device)
+    features = torch.empty(key.shape, dtype=launch.compute, device=key.device)
     linear_attention_sum_kernel[(N, launch.columns, B * K)](
         key,
         value,
         sums,
+        features,
         *key.stride()[:3],
         *value.stride()[:3],
-        **launch.tokens,
-        **launch.options,
+        **launch.options("sum"),
     )
     states, norms, last, _ = _scan(launch, sums, first)
-    return states, norms, last
+    return states, norms, last, features
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -256,24 +278,21 @@ class _LinearAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         B, T, H, _ = query.shape
         launch = _plan_launch(query, key, mask, decay, normalise, queries)
-        states, norms, last = _states(launch, key, value, initial_state)
+        states, norms, last, features = _states(launch, key, value, initial_state)
         normaliser = torch.empty(B, H, T, dtype=torch.float32, device=query.device)
         grid = (launch.N * launch.tiles.chunk // launch.tiles.rows, launch.columns, B * H)
         linear_attention_fwd_kernel[grid](
             query,
-            key,
+            features,
             value,
             states,
             norms,
             rows,
             normaliser,
             *query.stride()[:3],
-            *key.stride()[:3],
             *value.stride()[:3],
             *rows.stride()[:3],
-            **launch.tokens,
-            **launch.lists,
-            **launch.options,
+            **launch.options("rows"),
         )
         # rows is returned as it is, not marked as changed: experts before this one have saved the
         # same buffer, and theirs are other rows
@@ -290,19 +309,22 @@ class _LinearAttention(torch.autograd.Function):
         K, N, chunk = launch.K, launch.N, launch.tiles.chunk
         has_decay = launch.tokens["HAS_DECAY"]
         passed, grad = grad, _last_contiguous(grad)
-        everything = {**launch.tokens, **launch.lists, **launch.options}
-        states, norms, _ = _states(launch, key, value, initial_state)
+        states, norms, _, features = _states(launch, key, value, initial_state)
 
         new = torch.zeros if launch.lists["HAS_LIST"] else torch.empty
         d_query = new(B, T, H, P, dtype=query.dtype, device=query.device)
-        pull = torch.empty_like(normaliser)
+        packed = (
+            torch.empty(B, H, T, P, dtype=launch.compute, device=query.device),
+            torch.empty(B, H, T, P, dtype=launch.compute, device=query.device),
+            torch.empty_like(normaliser),
+        )
         row_terms = key_terms = None
         if has_decay:
             row_terms = grad.new_zeros(launch.columns, B, H, N * chunk, dtype=torch.float32)
             key_terms = grad.new_zeros(2, launch.columns, B, K, N * chunk, dtype=torch.float32)
         linear_attention_bwd_query_kernel[(N * chunk // launch.tiles.rows, launch.columns, B * H)](
             query,
-            key,
+            features,
             value,
             states,
             norms,
@@ -310,26 +332,20 @@ class _LinearAttention(torch.autograd.Function):
             normaliser,
             grad,
             d_query,
-            pull,
+            *packed,
             row_terms,
             *query.stride()[:3],
-            *key.stride()[:3],
             *value.stride()[:3],
             *rows.stride()[:3],
             *grad.stride()[:3],
-            **everything,
+            **launch.options("bwd_query"),
         )
 
         sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=query.device)
         linear_attention_bwd_sum_kernel[(N, launch.columns, B * K)](
-            query,
-            normaliser,
-            grad,
-            pull,
+            *packed,
             sums,
-            *query.stride()[:3],
-            *grad.stride()[:3],
-            **everything,
+            **launch.options("bwd_sum"),
         )
         before = (states, norms) if has_decay else None
         d_states, d_norms, d_first, products = _scan(
@@ -340,22 +356,17 @@ class _LinearAttention(torch.autograd.Function):
             torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value)
         )
         linear_attention_bwd_key_kernel[(N * chunk // launch.tiles.keys, launch.columns, B * K)](
-            query,
+            *packed,
             key,
             value,
             d_states,
             d_norms,
-            normaliser,
-            grad,
-            pull,
             d_key,
             d_value,
             key_terms,
-            *query.stride()[:3],
             *key.stride()[:3],
             *value.stride()[:3],
-            *grad.stride()[:3],
-            **everything | {"BLOCK_M": launch.tiles.key_rows},
+            **launch.options("bwd_key"),
         )
         d_decay = None
         if row_terms is not None and key_terms is not None and products is not None:
