@@ -1,0 +1,73 @@
+"""One small run of every kernel, to be watched by NVIDIA's memory checker.
+
+    compute-sanitizer --tool memcheck python benchmarks/run_every_kernel.py
+
+Exits with an error where a result is not finite; what is out of bounds the checker reports.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from meta_attention.ops.linear_attention import linear_attention
+from meta_attention.ops.route_merge import route_merge
+from meta_attention.ops.route_plan import plan_routes
+from meta_attention.ops.routed_attention import routed_attention
+from meta_attention.ops.routed_decode import LinearStep, routed_decode
+
+B, T, H, K, WINDOW = 2, 333, 4, 2, 50
+
+
+def run_lists(P: int, dtype: torch.dtype, *, is_exclusive: bool, masked: bool) -> None:
+    """Plan, softmax and linear experts, merge, forward and backward."""
+    heads = [
+        torch.randn(B, T, n, P, device="cuda", dtype=dtype, requires_grad=True) for n in (H, K, K)
+    ]
+    mask = torch.ones(B, T, dtype=torch.bool, device="cuda")
+    mask[0, :9] = False
+    if is_exclusive:
+        weights = F.one_hot(torch.randint(3, (B, T), device="cuda"), 3).float()
+    else:
+        weights = torch.rand(B, T, 3, device="cuda").softmax(dim=-1)
+    plan = plan_routes(weights, mask=mask if masked else None, is_exclusive=is_exclusive)
+    seen = mask if masked else None
+    rows = routed_attention(*heads, plan, {0: None, 1: WINDOW}, causal=True, mask=seen)
+    softmax = [rows] if is_exclusive else list(rows)
+    linear, _ = linear_attention(*heads, causal=True, mask=seen, queries=plan.list_of(2))
+    if is_exclusive:
+        merged = rows + linear
+    else:
+        merged = route_merge(weights, [x.flatten(2) for x in (*softmax, linear)], only_listed=True)
+    gradients = torch.autograd.grad(merged.float().square().sum(), heads)
+    for tensor in (merged, *gradients):
+        assert tensor.isfinite().all(), (P, dtype, is_exclusive, masked)
+
+
+def run_decode(P: int, dtype: torch.dtype) -> None:
+    query = torch.randn(B, H, P, device="cuda", dtype=dtype)
+    new = [torch.randn(B, K, P, device="cuda", dtype=dtype) for _ in range(2)]
+    cache = [torch.randn(B, K, T, P, device="cuda", dtype=dtype) for _ in range(2)]
+    state = torch.rand(B, K, P, P + 1, device="cuda")
+    weights = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.3, 0.5]], device="cuda")
+    rows = routed_decode(
+        query,
+        *cache,
+        weights,
+        {0: None, 1: WINDOW},
+        length=torch.tensor(T - 5, device="cuda", dtype=torch.int32),
+        linear=LinearStep(2, query, *new, state),
+    )
+    assert rows.isfinite().all(), (P, dtype)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for is_exclusive in (True, False):
+        run_lists(128, torch.bfloat16, is_exclusive=is_exclusive, masked=False)
+    run_lists(64, torch.float16, is_exclusive=True, masked=True)
+    run_decode(128, torch.bfloat16)
+    torch.cuda.synchronize()
+    print("every kernel ran, and every result is finite")
+
+
+if __name__ == "__main__":
+    main()
