@@ -19,7 +19,7 @@ B, T, H, K, WINDOW = 2, 333, 4, 2, 50
 
 def run_lists(P: int, dtype: torch.dtype, *, is_exclusive: bool, masked: bool) -> None:
     """Plan, softmax and linear experts, merge, forward and backward."""
-    heads = [
+    query, key, value = heads = [
         torch.randn(B, T, n, P, device="cuda", dtype=dtype, requires_grad=True) for n in (H, K, K)
     ]
     mask = torch.ones(B, T, dtype=torch.bool, device="cuda")
@@ -30,9 +30,9 @@ def run_lists(P: int, dtype: torch.dtype, *, is_exclusive: bool, masked: bool) -
         weights = torch.rand(B, T, 3, device="cuda").softmax(dim=-1)
     plan = plan_routes(weights, mask=mask if masked else None, is_exclusive=is_exclusive)
     seen = mask if masked else None
-    rows = routed_attention(*heads, plan, {0: None, 1: WINDOW}, causal=True, mask=seen)
+    rows = routed_attention(query, key, value, plan, {0: None, 1: WINDOW}, causal=True, mask=seen)
     softmax = [rows] if is_exclusive else list(rows)
-    linear, _ = linear_attention(*heads, causal=True, mask=seen, queries=plan.list_of(2))
+    linear, _ = linear_attention(query, key, value, causal=True, mask=seen, queries=plan.list_of(2))
     if is_exclusive:
         merged = rows + linear
     else:
@@ -44,17 +44,18 @@ def run_lists(P: int, dtype: torch.dtype, *, is_exclusive: bool, masked: bool) -
 
 def run_decode(P: int, dtype: torch.dtype) -> None:
     query = torch.randn(B, H, P, device="cuda", dtype=dtype)
-    new = [torch.randn(B, K, P, device="cuda", dtype=dtype) for _ in range(2)]
-    cache = [torch.randn(B, K, T, P, device="cuda", dtype=dtype) for _ in range(2)]
+    new_key, new_value = torch.randn(2, B, K, P, device="cuda", dtype=dtype)
+    key, value = torch.randn(2, B, K, T, P, device="cuda", dtype=dtype)
     state = torch.rand(B, K, P, P + 1, device="cuda")
     weights = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.3, 0.5]], device="cuda")
     rows = routed_decode(
         query,
-        *cache,
+        key,
+        value,
         weights,
         {0: None, 1: WINDOW},
         length=torch.tensor(T - 5, device="cuda", dtype=torch.int32),
-        linear=LinearStep(2, query, *new, state),
+        linear=LinearStep(2, query, new_key, new_value, state),
     )
     assert rows.isfinite().all(), (P, dtype)
 

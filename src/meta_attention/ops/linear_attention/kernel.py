@@ -355,7 +355,8 @@ class _LinearAttention(torch.autograd.Function):
         d_key, d_value = (
             torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value)
         )
-        linear_attention_bwd_key_kernel[(N * chunk // launch.tiles.keys, launch.columns, B * K)](
+        options = launch.options("bwd_key")
+        linear_attention_bwd_key_kernel[(N * chunk // options["BLOCK_S"], launch.columns, B * K)](
             *packed,
             key,
             value,
@@ -366,7 +367,7 @@ class _LinearAttention(torch.autograd.Function):
             key_terms,
             *key.stride()[:3],
             *value.stride()[:3],
-            **launch.options("bwd_key"),
+            **options,
         )
         d_decay = None
         if row_terms is not None and key_terms is not None and products is not None:
