@@ -31,8 +31,8 @@ from meta_attention.ops.routed_attention import hopper, hopper_backward
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-# tiles of the longest list that are worked on in turn, four for each multiprocessor of a large GPU
-SPREAD = 528
+# tiles of the longest list that are worked on in turn, three for each multiprocessor of a large GPU
+SPREAD = 396
 
 
 class Tiles(NamedTuple):
