@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meta_attention.config import Impl
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.ops.route_plan import RoutePlan, plan_routes
 from meta_attention.ops.routed_attention import attend_all, routed_attention
@@ -73,21 +74,23 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(case.B, n, h, case.P, generator=generator).to(dtype) for n, h in shapes]
 
 
-def make_plan(case: Case, device: str = "cpu", impl: str = "reference") -> RoutePlan:
+def make_plan(case: Case, device: str = "cpu", impl: Impl = "reference") -> RoutePlan:
     mask = make_mask(case)
     new_mask = None if mask is None else mask[:, case.past :].to(device)
     weights = make_weights(case).to(device)
     return plan_routes(weights, mask=new_mask, is_exclusive=case.is_exclusive, impl=impl)
 
 
-def run(case: Case, inputs: list[Tensor], impl: str) -> dict[str, Tensor]:
+def run(case: Case, inputs: list[Tensor], impl: Impl) -> dict[str, Tensor]:
     """Rows and the gradients of a fixed weighted sum of the listed ones, on the CPU."""
     device = inputs[0].device.type
-    inputs = [x.clone().requires_grad_() for x in inputs]
+    query, key, value = inputs = [x.clone().requires_grad_() for x in inputs]
     mask = make_mask(case)
     plan = make_plan(case, device, impl)
     rows = routed_attention(
-        *inputs,
+        query,
+        key,
+        value,
         plan,
         case.windows,
         causal=case.causal,
@@ -116,7 +119,8 @@ def define(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         listed = plan.list_of(index).is_listed(case.T)
         listed = listed.repeat_interleave(case.H // listed.shape[2], dim=2).unsqueeze(-1)
         buffers.append(torch.where(listed, dense, 0.0))
-    rows = sum(buffers) if case.is_exclusive else torch.stack(buffers)
+    rows = torch.stack(buffers)
+    rows = rows.sum(dim=0) if case.is_exclusive else rows
     upstream = torch.linspace(-1, 1, rows.numel()).view_as(rows).to(dtype)
     gradients = torch.autograd.grad(rows, (query, key, value), upstream)
     return {n: x.detach() for n, x in zip(NAMES, (rows, *gradients), strict=True)}
@@ -245,11 +249,12 @@ def test_nothing_waits_for_the_device():
     """The plan and everything after it, backward included, leave the host free."""
     case = Case(T=1000, P=128, window=100)
     inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in make_inputs(case)]
+    query, key, value = inputs
     weights = make_weights(case).cuda()
 
     def step() -> None:
         plan = plan_routes(weights, is_exclusive=True)
-        rows = routed_attention(*inputs, plan, case.windows, causal=True)
+        rows = routed_attention(query, key, value, plan, case.windows, causal=True)
         torch.autograd.grad(rows, inputs, torch.ones_like(rows))
 
     step()  # compiles

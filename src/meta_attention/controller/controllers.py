@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meta_attention.config import MetaAttentionConfig
-from meta_attention.controller.features import NUM_EXTRA_FEATURES, token_features
+from meta_attention.controller.features import NUM_EXTRA_FEATURES
 from meta_attention.controller.posterior import PointPosterior, Posterior, RoutingPosterior
 from meta_attention.controller.prior import compute_aware_prior
+from meta_attention.ops.controller_logits import Network, controller_logits
 
 
 class KeepFloat32(nn.Module):
@@ -80,8 +81,11 @@ class MLPController(Controller):
 
     def logits(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Unbounded scores [B, T, E], in float32 also under autocast."""
-        with torch.autocast(x.device.type, enabled=False):
-            return self.mlp(token_features(x, position_ids, max_positions=self.max_positions))
+        first, _, second = self.mlp
+        network = Network(first.weight, first.bias, second.weight, second.bias)
+        return controller_logits(
+            x, position_ids, network, max_positions=self.max_positions, impl=self.config.impl
+        )
 
 
 class BayesianMetaController(MLPController):

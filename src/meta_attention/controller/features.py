@@ -1,25 +1,5 @@
-"""What the controller sees of a token."""
+"""What the controller sees of a token: its hidden state, norm and position."""
 
-import torch
-from torch import Tensor
+from meta_attention.ops.controller_logits import NUM_EXTRA_FEATURES, token_features
 
-# norm and position, beside the hidden state itself
-NUM_EXTRA_FEATURES = 2
-
-
-def token_features(x: Tensor, position_ids: Tensor, *, max_positions: int) -> Tensor:
-    """Hidden state, its norm / sqrt(D), and its absolute position: ``[B, T, D + 2]``.
-
-    The position is divided by the longest length the model is made for, never by the length at
-    hand: a token has the same features in training, prefill and decode.
-
-    Args:
-        x: Normalised hidden states ``[B, T, D]``.
-        position_ids: Absolute positions ``[B, T]``.
-        max_positions: ``max_position_embeddings`` of the model.
-    """
-    # at least float32; stays float64 when the tests use it as an oracle
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    salience = torch.linalg.vector_norm(x, dim=-1, keepdim=True) / x.shape[-1] ** 0.5
-    position = (position_ids.to(x.dtype) / max_positions).unsqueeze(-1)
-    return torch.cat([x, salience, position], dim=-1)
+__all__ = ["NUM_EXTRA_FEATURES", "token_features"]

@@ -2,11 +2,12 @@
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from meta_attention.config import MetaAttentionConfig
+from meta_attention.config import Impl, MetaAttentionConfig
 from meta_attention.controller import KeepFloat32
 from meta_attention.experts import Heads
+from meta_attention.ops.rotary import rotate
 
 
 class Projections(nn.Module):
@@ -43,9 +44,10 @@ class MetaAttentionRotaryEmbedding(KeepFloat32, LlamaRotaryEmbedding):
     def __init__(self, config: MetaAttentionConfig) -> None:
         # it reads only the fields that both configs have
         super().__init__(config)  # type: ignore[arg-type]
+        self.impl: Impl = config.impl
 
     def rotate(self, heads: Heads, cos: Tensor, sin: Tensor) -> Heads:
-        query, key = apply_rotary_pos_emb(heads.query, heads.key, cos, sin, unsqueeze_dim=2)
+        query, key = (rotate(x, cos, sin, impl=self.impl) for x in (heads.query, heads.key))
         return Heads(query, key, heads.value)
 
 

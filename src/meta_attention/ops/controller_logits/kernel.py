@@ -1,0 +1,130 @@
+"""The network in one kernel: hidden states are read once, and only logits are written.
+
+PyTorch would write them out in float32, with their two extra columns, and read them again. The
+gradient is PyTorch's, from the reference run again: backward is never what routing waits for.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meta_attention.ops.controller_logits.reference import controller_logits_reference
+
+# tokens of a program, and channels of the hidden state at a time
+TOKENS, CHANNELS = 64, 64
+
+
+@triton.jit
+def controller_logits_kernel(
+    x_ptr,
+    positions_ptr,
+    weight1_ptr,
+    bias1_ptr,
+    weight2_ptr,
+    bias2_ptr,
+    logits_ptr,
+    num_tokens,
+    T,
+    stride_xb,
+    stride_xt,
+    stride_pb,
+    stride_pt,
+    D,
+    W,
+    max_positions,
+    E: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < num_tokens
+    b = token // T
+    t = token % T
+    w = tl.arange(0, BLOCK_W)
+    is_column = w < W
+    row = x_ptr + b * stride_xb + t * stride_xt
+
+    hidden = tl.zeros([TOKENS, BLOCK_W], tl.float32)
+    squares = tl.zeros([TOKENS], tl.float32)
+    for start in range(0, D, CHANNELS):
+        d = start + tl.arange(0, CHANNELS)
+        is_read = is_token[:, None] & (d < D)[None, :]
+        x = tl.load(row[:, None] + d[None, :], mask=is_read, other=0.0).to(tl.float32)
+        weight = tl.load(
+            weight1_ptr + w[None, :] * (D + 2) + d[:, None],
+            mask=is_column[None, :] & (d < D)[:, None],
+            other=0.0,
+        )  # [channels, W]
+        squares += tl.sum(x * x, 1)
+        # three products of ten bits each: the precision of float32 on tensor cores
+        hidden = tl.dot(x, weight, hidden, input_precision="tf32x3")
+
+    salience = tl.sqrt(squares) / tl.sqrt(D.to(tl.float32))
+    position = tl.load(positions_ptr + b * stride_pb + t * stride_pt, mask=is_token, other=0)
+    position = position.to(tl.float32) / max_positions
+    last = weight1_ptr + w * (D + 2) + D
+    hidden += salience[:, None] * tl.load(last, mask=is_column, other=0.0)[None, :]
+    hidden += position[:, None] * tl.load(last + 1, mask=is_column, other=0.0)[None, :]
+    hidden += tl.load(bias1_ptr + w, mask=is_column, other=0.0)[None, :]
+    hidden = 0.5 * hidden * (1.0 + tl.erf(hidden * 0.7071067811865476))
+    for e in tl.static_range(E):
+        weight = tl.load(weight2_ptr + e * W + w, mask=is_column, other=0.0)
+        logit = tl.sum(hidden * weight[None, :], 1) + tl.load(bias2_ptr + e)
+        tl.store(logits_ptr + token * E + e, logit, mask=is_token)
+
+
+class ControllerLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, position_ids, max_positions, *network):
+        weight1, bias1, weight2, bias2 = (p.contiguous() for p in network)
+        B, T, D = x.shape
+        E, W = weight2.shape
+        logits = torch.empty(B, T, E, dtype=torch.float32, device=x.device)
+        with torch.cuda.device_of(x):
+            controller_logits_kernel[(triton.cdiv(B * T, TOKENS),)](
+                x,
+                position_ids,
+                weight1,
+                bias1,
+                weight2,
+                bias2,
+                logits,
+                B * T,
+                T,
+                *x.stride()[:2],
+                *position_ids.stride(),
+                D,
+                W,
+                max_positions,
+                E=E,
+                TOKENS=TOKENS,
+                CHANNELS=CHANNELS,
+                BLOCK_W=max(triton.next_power_of_2(W), 16),
+                num_warps=4,
+                num_stages=3,
+            )
+        ctx.save_for_backward(x, position_ids, *network)
+        ctx.max_positions = max_positions
+        return logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_logits):
+        x, position_ids, *network = ctx.saved_tensors
+        inputs = [tensor.detach().requires_grad_() for tensor in (x, *network)]
+        with torch.enable_grad():
+            logits = controller_logits_reference(
+                inputs[0], position_ids, *inputs[1:], max_positions=ctx.max_positions
+            )
+        d_x, *d_network = torch.autograd.grad(logits, inputs, d_logits)
+        return d_x, None, None, *d_network
+
+
+def controller_logits_triton(
+    x: Tensor, position_ids: Tensor, network: tuple[Tensor, ...], max_positions: int
+) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return ControllerLogits.apply(x, position_ids, max_positions, *network)
