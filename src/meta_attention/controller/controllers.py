@@ -81,7 +81,7 @@ class MLPController(Controller):
 
     def logits(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Unbounded scores [B, T, E], in float32 also under autocast."""
-        first, _, second = self.mlp
+        first, second = [layer for layer in self.mlp if isinstance(layer, nn.Linear)]
         network = Network(first.weight, first.bias, second.weight, second.bias)
         return controller_logits(
             x, position_ids, network, max_positions=self.max_positions, impl=self.config.impl

@@ -16,7 +16,7 @@ from meta_attention.ops.heads import masked_attention, sees
 from meta_attention.ops.route_plan import RoutePlan
 
 # queries of a block: more see more keys in vain, fewer pay for more calls
-FULL_BLOCK, LOCAL_BLOCK = 512, 128
+FULL_BLOCK, LOCAL_BLOCK = 256, 64
 
 
 def routed_attention_reference(
