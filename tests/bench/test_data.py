@@ -71,7 +71,7 @@ def test_fixed_routes_are_taken_and_controllers_still_run():
     routes = draw_layers(MIX, 2, 2, 20, seed=0, device=CPU)
     calls = []
     for block in model.model.layers:
-        block.attention.controller.mlp.register_forward_hook(lambda *args: calls.append(1))
+        block.attention.controller.register_forward_hook(lambda *args: calls.append(1))
     with fixed_routes(model, routes):
         out = model(ids, output_routing=True)
     assert len(calls) == 2

@@ -90,6 +90,24 @@ def test_static_baselines_and_other_flags_reach_the_model(tmp_path):
     assert not config.shared_projections
 
 
+def test_hard_routes_that_run_only_the_chosen_expert_learn(tmp_path):
+    out = tmp_path / "run"
+    hard = ("--routing", "hard", "--training-weights", "one_hot", "--route-gradient", "chosen")
+    result = run("--out", out, *SMALL, *hard, "--steps", 30, "--eval-every", 15)
+    assert result.exit_code == 0, result.output
+    losses = [row["task_loss"] for row in read_metrics(out) if "task_loss" in row]
+    assert losses[-1] < 0.9 * losses[0]
+    settings = json.loads((out / "run.json").read_text())["settings"]
+    assert settings["training_weights"] == "one_hot"
+    assert settings["route_gradient"] == "chosen"
+    config = AutoModelForCausalLM.from_pretrained(out).config
+    assert config.routing == "hard"
+    assert config.training_weights == "one_hot"
+    assert config.route_gradient == "chosen"
+    error = error_of("--out", out, "--resume", "--route-gradient", "all")
+    assert "whose route_gradient is 'chosen', got 'all'" in str(error)
+
+
 def test_without_evaluation_the_last_model_is_saved(tmp_path):
     result = run("--out", tmp_path / "run", *SMALL, "--eval-every", 0, "--experts", "full,local")
     assert result.exit_code == 0, result.output
@@ -137,6 +155,8 @@ def test_bad_settings_are_one_clear_sentence(tmp_path):
     assert "START->END" in str(error_of(*out, *SMALL, "--kl-weight", "up"))
     assert "unknown expert 'fulll'" in str(error_of(*out, *SMALL, "--experts", "fulll"))
     assert "multiple of num_attention_heads" in str(error_of(*out, *SMALL, "--heads", 5))
+    soft_draw = error_of(*out, *SMALL, "--training-weights", "one_hot")
+    assert "draws a single expert, but routing='soft' mixes them" in str(soft_draw)
     assert "no run.json" in str(error_of(*out, "--resume"))
     assert "must have a GPU" in str(error_of(*out, *SMALL, "--precision", "fp16"))
     # nothing was left behind that a corrected command would trip over
@@ -179,7 +199,10 @@ def test_help_has_examples_and_does_not_load_torch():
     assert "--isolate-documents" in result.stdout
 
 
-@pytest.mark.parametrize("flags", [["--steps", "0"], ["--recipe", "huge"], ["--length", "1"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["--steps", "0"], ["--recipe", "huge"], ["--length", "1"], ["--route-gradient", "some"]],
+)
 def test_flags_out_of_range_are_refused(flags):
     result = run(*flags)
     assert result.exit_code == 2

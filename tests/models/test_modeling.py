@@ -190,9 +190,25 @@ def test_a_fresh_process_generates_with_two_imports(make_model, tmp_path):
     assert "torch.Size([1, 7])" in result.stdout
 
 
-@pytest.mark.parametrize("training_weights", ["mean", "sample"])
-def test_gradient_checkpointing_changes_no_gradient(make_model, tokens, training_weights):
-    model, ids = make_model(training_weights=training_weights).train(), tokens()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"training_weights": "mean"},
+        {"training_weights": "sample"},
+        {"training_weights": "one_hot", "routing": "hard", "route_gradient": "chosen"},
+        {
+            "training_weights": "one_hot",
+            "routing": "gated",
+            "uncertainty_signal": "margin",
+            "uncertainty_threshold": 0.5,
+            "route_gradient": "chosen",
+        },
+    ],
+    ids=["mean", "sample", "drawn", "gated"],
+)
+def test_gradient_checkpointing_changes_no_gradient(make_model, tokens, options):
+    """Routes that were drawn are drawn again."""
+    model, ids = make_model(**options).train(), tokens()
 
     def gradients():
         model.zero_grad()

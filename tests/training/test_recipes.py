@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 
 from meta_attention import MetaAttentionForCausalLM
+from meta_attention import config as options
 from meta_attention.cli import train as cli
 from meta_attention.errors import ConfigError
 from meta_attention.training.recipes import (
@@ -31,6 +33,33 @@ def test_the_command_line_knows_every_recipe_and_setting():
     assert [recipe.value for recipe in cli.Recipe] == list(RECIPES)
     flags = set(cli.train.__annotations__) | {"compile"}
     assert {field.name for field in fields(Settings)} <= flags
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        (cli.Controller, options.ControllerName),
+        (cli.Weights, options.TrainingWeights),
+        (cli.RouteGradient, options.RouteGradient),
+        (cli.Routing, options.RoutingName),
+        (cli.Signal, options.Signal),
+    ],
+)
+def test_a_flag_takes_the_values_of_its_setting(flag, values):
+    assert {choice.value for choice in flag} == set(get_args(values))
+
+
+def test_settings_of_routes_reach_the_model_and_survive_json():
+    settings = build_settings(
+        "demo", {"routing": "hard", "training_weights": "one_hot", "route_gradient": "chosen"}
+    )
+    config = settings.model_config(vocab_size=10)
+    assert (config.training_weights, config.route_gradient) == ("one_hot", "chosen")
+    saved = json.loads(json.dumps(settings.to_dict()))
+    assert Settings.from_dict(saved) == settings
+    # a run of before there was a choice
+    del saved["route_gradient"]
+    assert Settings.from_dict(saved).route_gradient == "all"
 
 
 def test_the_tiny_recipe_is_the_papers():

@@ -18,6 +18,7 @@ examples:
   meta-attention train --recipe tiny --data wiki.train.txt --eval-data wiki.valid.txt
   meta-attention train --recipe bytes-small --data books/ --kl-weight "0->0.1@0.5:0.75"
   meta-attention train --routing gated --uncertainty-threshold "0->0.5@0.2:0.8" --out runs/gated
+  meta-attention train --routing hard --training-weights one_hot --route-gradient chosen
   meta-attention train --out runs/demo --resume
   meta-attention train --experts full --out runs/full
   meta-attention train --layers 6 --layer-experts "local,local,full+local" --out runs/hybrid
@@ -54,6 +55,12 @@ class Controller(StrEnum):
 class Weights(StrEnum):
     mean = "mean"
     sample = "sample"
+    one_hot = "one_hot"
+
+
+class RouteGradient(StrEnum):
+    all = "all"
+    chosen = "chosen"
 
 
 class Routing(StrEnum):
@@ -144,7 +151,12 @@ def train(
     ] = None,
     controller: Annotated[Controller | None, _flag("how tokens choose")] = None,
     training_weights: Annotated[
-        Weights | None, _flag("routing weights in training: the posterior's mean or a sample")
+        Weights | None,
+        _flag("routes in training: from the posterior's mean, a sample, or one_hot: one drawn"),
+    ] = None,
+    route_gradient: Annotated[
+        RouteGradient | None,
+        _flag("what hard routes run and learn from in training: all experts, or the chosen one"),
     ] = None,
     shared_projections: Annotated[
         bool | None,
@@ -218,6 +230,7 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
         "routing": str,
         "uncertainty_signal": str,
         "training_weights": str,
+        "route_gradient": str,
         "precision": str,
     }
     settings = {

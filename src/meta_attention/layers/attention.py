@@ -29,13 +29,37 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, P] each
 
 @dataclass(frozen=True, slots=True)
 class LayerOutput:
-    """Attention output with the routing it was produced by."""
+    """Attention output with the routing it was produced by.
+
+    What only the objective needs is worked out when asked for: inference never asks.
+    """
 
     output: Tensor  # [B, T, D], zero for padding
-    kl: Tensor  # [B, T] nats, zero for padding
-    projected_cost: Tensor  # [B, T], sum over experts of weight * cost, zero for padding
     posterior: Posterior
     routes: Routes
+    prior_concentration: Tensor  # [E]
+    costs: Tensor  # [E]
+    is_padding: Tensor | None  # [B, T]
+    teaches_belief: bool  # whether the cost's gradient goes to the whole belief
+
+    @property
+    def kl(self) -> Tensor:
+        """Of the posterior to the prior [B, T] in nats, zero for padding."""
+        return self._drop_padding(self.posterior.kl_to(self.prior_concentration))
+
+    @property
+    def projected_cost(self) -> Tensor:
+        """Sum over experts of weight * cost [B, T], zero for padding."""
+        weights = self.routes.weights
+        if self.teaches_belief and weights.requires_grad:
+            # the chosen weight's own gradient could only lower the belief in what was chosen,
+            # however cheap; a cost is known of all experts, so the whole belief learns of it
+            mean = self.posterior.mean
+            weights = weights.detach() + (mean - mean.detach())
+        return self._drop_padding((weights * self.costs).sum(dim=-1))
+
+    def _drop_padding(self, x: Tensor) -> Tensor:
+        return x if self.is_padding is None else x.masked_fill(self.is_padding, 0.0)
 
 
 class BayesianMetaAttentionLayer(nn.Module):
@@ -128,13 +152,17 @@ class BayesianMetaAttentionLayer(nn.Module):
                 rows = run.on_listed(heads, x, mask, memory, plan)
             output = self._merge(rows, routes, plan)
 
-        # what the objective needs
-        kl = posterior.kl_to(self.controller.prior_concentration)
-        cost = (routes.weights * self.controller.costs).sum(dim=-1)
         if is_padding is not None:
             output = output.masked_fill(is_padding.unsqueeze(-1), 0.0)
-            kl, cost = kl.masked_fill(is_padding, 0.0), cost.masked_fill(is_padding, 0.0)
-        return LayerOutput(output, kl, cost, posterior, routes)
+        return LayerOutput(
+            output,
+            posterior,
+            routes,
+            self.controller.prior_concentration,
+            self.controller.costs,
+            is_padding,
+            teaches_belief=self.config.route_gradient == "chosen",
+        )
 
     def _project(self, x: Tensor, position_ids: Tensor, rotation: Rotation | None) -> HeadsByKind:
         """Queries, keys and values by projection set, plain and rotated."""

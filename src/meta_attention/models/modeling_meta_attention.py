@@ -1,7 +1,7 @@
 """Decoder-only language model of routed blocks, as Transformers expects one."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,6 +120,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         use_cache: bool | None = None,
         output_routing: bool = False,
         output_hidden_states: bool | None = None,
+        output_losses: bool = True,
         **kwargs: object,
     ) -> RoutedModelOutput:
         """Run the blocks.
@@ -138,6 +139,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 packed documents.
             output_routing: Return routing weights and concentrations of every layer.
             output_hidden_states: Return the hidden states before every block and at the end.
+            output_losses: Return ``kl`` and ``projected_cost``.
             kwargs: Ignored; Transformers passes flags of its own.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -181,8 +183,10 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             # positional, so that the checkpointed gradient flows also in reentrant mode
             out = block(x, mask, position_ids, document_ids, cache, rotation, step)
             x = out.output
-            outputs.append(out)
-            hidden_states.append(x)
+            # of the states of all layers, long prompts have room for few
+            outputs.append(replace(out, output=x.new_empty(0)))
+            if output_hidden_states:
+                hidden_states.append(x)
         if cache is not None:
             cache.finish(T)
         x = self.norm(x)
@@ -191,11 +195,16 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         new_mask = None if marks is None else marks[:, -T:] != 0
         if step is not None and step.is_token is not None:
             new_mask = step.is_token.unsqueeze(1)
+        routed = [o for o in outputs if o.routes.weights.shape[-1] > 1]
         return RoutedModelOutput(
             last_hidden_state=x,
             past_key_values=cache if use_cache else None,
-            kl=_mean_of([o.kl for o in outputs if o.routes.weights.shape[-1] > 1], new_mask, x),
-            projected_cost=_mean_of([o.projected_cost for o in outputs], new_mask, x),
+            kl=_mean_of([o.kl for o in routed], new_mask, x) if output_losses else None,
+            projected_cost=(
+                _mean_of([o.projected_cost for o in outputs], new_mask, x)
+                if output_losses
+                else None
+            ),
             routing_weights=tuple(o.routes.weights for o in outputs) if output_routing else None,
             concentrations=tuple(map(_concentration, outputs)) if output_routing else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
@@ -251,6 +260,9 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
     ) -> RoutedCausalLMOutput:
         """Logits, and the loss when there are labels.
 
+        ``kl`` and ``projected_cost`` are there with labels, with ``output_routing`` or where
+        gradients are recorded.
+
         Args:
             labels: Tokens ``[B, T]`` to predict, -100 where there is nothing to; shifted inside.
             logits_to_keep: Compute logits of the last tokens only (0: of all), or of these
@@ -269,6 +281,8 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             use_cache,
             output_routing,
             output_hidden_states,
+            # generating asks for none of it, at every token
+            labels is not None or output_routing or torch.is_grad_enabled(),
             **kwargs,
         )
         if labels is not None and (

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from meta_attention.config import (
     ControllerName,
     MetaAttentionConfig,
+    RouteGradient,
     RoutingName,
     Signal,
     TrainingWeights,
@@ -64,6 +65,7 @@ class Settings:
     shared_projections: bool = True
     controller: ControllerName = "bayesian"
     training_weights: TrainingWeights = "mean"
+    route_gradient: RouteGradient = "all"
 
     # training
     steps: int
@@ -131,6 +133,7 @@ class Settings:
             shared_projections=self.shared_projections,
             controller=self.controller,
             training_weights=self.training_weights,
+            route_gradient=self.route_gradient,
             kl_weight=self.kl_weight.end,
             routing=self.routing,
             uncertainty_signal=self.uncertainty_signal,

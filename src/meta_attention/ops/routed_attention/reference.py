@@ -63,10 +63,14 @@ def routed_attention_reference(
                                 None if mask is None else mask[b],
                             )
                         )
-                out = base[b, :, g]
-                if blocks:
-                    out = out.index_copy(0, torch.cat(positions), torch.cat(blocks))
-                groups.append(out)
+                if not blocks:
+                    # no rows, but a graph: where nobody is listed the gradient is zero, not none
+                    heads = (keys[b, :0, g] + values[b, :0, g]).repeat_interleave(
+                        queries.shape[3] // keys.shape[3], dim=1
+                    )
+                    positions.append(plan.positions[b, g, 0, :0].long())
+                    blocks.append(queries[b, :0, g] + heads)
+                groups.append(base[b, :, g].index_copy(0, torch.cat(positions), torch.cat(blocks)))
             batch.append(torch.stack(groups, dim=1).flatten(1, 2))
         buffers.append(torch.stack(batch))
     return buffers[0] if plan.is_exclusive else torch.stack(buffers)
