@@ -14,13 +14,24 @@ from meta_attention.errors import BackendUnavailableError, ConfigError
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def choose_impl(op: str, impl: Impl, x: Tensor) -> Literal["reference", "triton"]:
+def choose_impl(
+    op: str, impl: Impl, x: Tensor, *, compiles: bool = False
+) -> Literal["reference", "triton"]:
     """The implementation that runs on data like ``x``, for a function that has both.
 
     ``"auto"`` is Triton for CUDA tensors of a precision the kernels have, PyTorch for the rest.
+
+    Args:
+        op: Name of the function, for errors.
+        impl: What was asked for.
+        x: The data.
+        compiles: The reference can be traced, so ``torch.compile`` gets it under ``"auto"``: it
+            fuses as much by itself, and its graph stays whole. Kernels run outside of graphs.
     """
     _check_name(impl)
     if impl == "reference":
+        return "reference"
+    if impl == "auto" and compiles and torch.compiler.is_compiling():
         return "reference"
     if impl == "auto":
         # float64 is only ever an oracle

@@ -56,7 +56,8 @@ def controller_logits(
             f"{list(network.weight1.shape)} and positions [B, T], got {list(position_ids.shape)}"
         )
     fits = network.weight1.shape[0] <= MAX_KERNEL_WIDTH and network.weight1.dtype == torch.float32
-    if (impl != "auto" or fits) and choose_impl("controller_logits", impl, x) == "triton":
+    chosen = choose_impl("controller_logits", impl, x, compiles=True)
+    if chosen == "triton" and (fits or impl == "triton"):
         from meta_attention.ops.controller_logits.kernel import controller_logits_triton
 
         return controller_logits_triton(x, position_ids, network, max_positions)

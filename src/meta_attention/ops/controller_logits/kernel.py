@@ -123,6 +123,7 @@ class ControllerLogits(torch.autograd.Function):
         return d_x, None, None, *d_network
 
 
+@torch.compiler.disable
 def controller_logits_triton(
     x: Tensor, position_ids: Tensor, network: tuple[Tensor, ...], max_positions: int
 ) -> Tensor:

@@ -94,7 +94,9 @@ def linear_attention(
         )
     if queries is not None:
         _check_list(queries, query, K)
-    if choose_impl("linear_attention", impl, query) == "triton" and _has_kernel(impl, causal, P):
+    # without a list, that is: with one, the reference reads its count
+    chosen = choose_impl("linear_attention", impl, query, compiles=queries is None)
+    if chosen == "triton" and _has_kernel(impl, causal, P):
         from meta_attention.ops.linear_attention.kernel import linear_attention_triton
 
         return linear_attention_triton(

@@ -407,6 +407,7 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@torch.compiler.disable
 def linear_attention_triton(
     query: Tensor,
     key: Tensor,

@@ -47,6 +47,6 @@ def local_attention(
     check_heads(query, key, value, mask)
     if window < 1:
         raise ConfigError(f"window must be >= 1, got {window}")
-    if choose_impl("local_attention", impl, query) == "triton":
+    if choose_impl("local_attention", impl, query, compiles=True) == "triton":
         return attend_all(query, key, value, window, causal=causal, mask=mask, impl="triton")
     return local_attention_reference(query, key, value, window, causal, mask)

@@ -30,7 +30,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, impl: Impl = "auto") -> Tenso
                 f"{name} must be [B, T, P] = [{B}, {T}, {P}] to match x {list(x.shape)}, "
                 f"got {list(table.shape)}"
             )
-    if choose_impl("rotate", impl, x) == "triton":
+    if choose_impl("rotate", impl, x, compiles=True) == "triton":
         from meta_attention.ops.rotary.kernel import rotate_triton
 
         return rotate_triton(x, cos, sin)

@@ -90,5 +90,6 @@ class Rotate(torch.autograd.Function):
         return _launch(d_out, *ctx.saved_tensors, backwards=True), None, None
 
 
+@torch.compiler.disable
 def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return Rotate.apply(x, cos.contiguous(), sin.contiguous())

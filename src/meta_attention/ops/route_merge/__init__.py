@@ -44,7 +44,7 @@ def route_merge(
                 f"[B, T, D], got rows[{index}] {list(row.shape)}"
             )
     reads_all = weights.requires_grad and not only_listed
-    if choose_impl("route_merge", impl, rows[0]) == "triton":
+    if choose_impl("route_merge", impl, rows[0], compiles=True) == "triton":
         from meta_attention.ops.route_merge.kernel import route_merge_triton
 
         return route_merge_triton(weights, rows, reads_all)

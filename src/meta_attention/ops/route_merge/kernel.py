@@ -95,6 +95,7 @@ class RouteMerge(torch.autograd.Function):
         return d_weights, d_rows, None
 
 
+@torch.compiler.disable
 def route_merge_triton(weights: Tensor, rows: Sequence[Tensor], reads_all: bool) -> Tensor:
     # one buffer, so that a kernel need not know how many there are
     return RouteMerge.apply(weights.float().contiguous(), torch.stack(list(rows)), reads_all)

@@ -65,6 +65,7 @@ def route_plan_kernel(
         tl.store(ranks_ptr + list_index * num_ranks + num_ranks - 1, count)
 
 
+@torch.compiler.disable
 def plan_routes_triton(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     B, T, G, E = weights.shape
     num_ranks = triton.cdiv(T, RANK_BLOCK) + 1

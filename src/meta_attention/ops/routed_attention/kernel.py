@@ -395,6 +395,7 @@ def _layout_of(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]] | None
     return None
 
 
+@torch.compiler.disable
 def routed_attention_triton(
     query: Tensor,
     key: Tensor,

@@ -420,6 +420,7 @@ def routed_decode_kernel(
         tl.store(counters_ptr + row, 0)
 
 
+@torch.compiler.disable
 def routed_decode_triton(
     query: Tensor,
     key: Tensor,
