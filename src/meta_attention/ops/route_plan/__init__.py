@@ -76,5 +76,7 @@ def plan_routes(
     if choose_impl("plan_routes", impl, weights) == "triton":
         from meta_attention.ops.route_plan.kernel import plan_routes_triton
 
-        return RoutePlan(*plan_routes_triton(weights, mask), is_exclusive)
-    return RoutePlan(*plan_routes_reference(weights, mask), is_exclusive)
+        positions, counts, ranks = plan_routes_triton(weights, mask)
+    else:
+        positions, counts, ranks = plan_routes_reference(weights, mask)
+    return RoutePlan(positions, counts, ranks, is_exclusive)
