@@ -214,7 +214,7 @@ def _causal_sums(
 
 def feature_map(x: Tensor) -> Tensor:
     """ELU(x) + 1, written so that it keeps its relative precision where ELU is near -1."""
-    return torch.where(x > 0, x + 1.0, x.clamp(max=0.0).exp())
+    return F.relu(x) + x.clamp(max=0.0).exp()
 
 
 def _query_features(q: Tensor, compute: torch.dtype, normalise: bool) -> Tensor:
