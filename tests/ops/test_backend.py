@@ -15,7 +15,7 @@ def test_auto_is_the_reference_on_a_cpu():
 def test_a_kernel_asked_for_runs_or_raises(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose_impl("op", "triton", torch.zeros(1)) == "triton"
-    with pytest.raises(BackendUnavailableError, match="got torch.float64"):
+    with pytest.raises(BackendUnavailableError, match=r"got torch\.float64"):
         choose_impl("op", "triton", torch.zeros(1, dtype=torch.float64))
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(BackendUnavailableError, match="needs CUDA tensors, got cpu"):

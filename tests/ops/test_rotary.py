@@ -57,3 +57,5 @@ def test_wrong_tables_are_named():
     x, cos, sin = make_inputs()
     with pytest.raises(ShapeError, match=r"sin must be \[B, T, P\] = \[2, 5, 8\]"):
         rotate(x, cos, sin[:, :4])
+    with pytest.raises(ShapeError, match="sin must be"):
+        rotate(x, cos, sin[:1])

@@ -235,6 +235,35 @@ def test_heads_may_lie_in_memory_as_a_cache_keeps_them(kernel_device):
         assert torch.equal(rows, expected)
 
 
+def test_a_window_may_be_longer_than_32_bits_count(kernel_device):
+    case = Case(T=70)
+    inputs = [x.to(kernel_device).requires_grad_() for x in make_inputs(case)]
+    query, key, value = inputs
+    plan = make_plan(case, kernel_device, "triton")
+
+    def gradients(window: int) -> tuple[Tensor, ...]:
+        rows = routed_attention(query, key, value, plan, {2: window}, causal=True, impl="triton")
+        return torch.autograd.grad(rows, inputs, torch.ones_like(rows))
+
+    for ours, expected in zip(gradients(2**31 - 1), gradients(1000), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_a_cache_may_have_room_for_more(kernel_device):
+    """Keys in the first places of a longer buffer, as a static cache keeps them."""
+    case = Case(T=70, past=20)
+    query, key, value = (x.to(kernel_device) for x in make_inputs(case))
+    plan = make_plan(case, kernel_device, "triton")
+    roomy = []
+    for x in (key, value):
+        buffer = torch.full((2, 2, 150, case.P), 7.0, device=kernel_device)
+        buffer[:, :, :90] = x.transpose(1, 2)
+        roomy.append(buffer[:, :, :90].transpose(1, 2))
+    expected = routed_attention(query, key, value, plan, case.windows, causal=True, impl="triton")
+    rows = routed_attention(query, *roomy, plan, case.windows, causal=True, impl="triton")
+    assert torch.equal(rows, expected)
+
+
 def test_a_list_of_everyone_is_plain_attention(kernel_device):
     case = Case(T=70)
     query, key, value = make_inputs(case)

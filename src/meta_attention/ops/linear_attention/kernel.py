@@ -423,14 +423,16 @@ def linear_attention_triton(
         new = torch.empty if queries is None else torch.zeros
         rows = new(query.shape, dtype=query.dtype, device=query.device)
     query, key, value = (_last_contiguous(x.to(query.dtype)) for x in (query, key, value))
-    return _LinearAttention.apply(
-        query,
-        key,
-        value,
-        None if decay is None else decay.float(),
-        None if initial_state is None else initial_state.float().contiguous(),
-        rows,
-        mask,
-        normalise,
-        queries,
-    )
+    # Triton launches on the current device; backward runs on that of its forward anyway
+    with torch.cuda.device_of(query):
+        return _LinearAttention.apply(
+            query,
+            key,
+            value,
+            None if decay is None else decay.float(),
+            None if initial_state is None else initial_state.float().contiguous(),
+            rows,
+            mask,
+            normalise,
+            queries,
+        )

@@ -25,7 +25,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, impl: Impl = "auto") -> Tenso
     """
     B, T, _, P = x.shape
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape not in ((B, T, P), (1, T, P)):
+        if table.shape not in ((B, T, P), (1, T, P)) or table.shape != cos.shape:
             raise ShapeError(
                 f"{name} must be [B, T, P] = [{B}, {T}, {P}] to match x {list(x.shape)}, "
                 f"got {list(table.shape)}"

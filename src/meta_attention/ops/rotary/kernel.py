@@ -39,7 +39,7 @@ def rotate_kernel(
     cos2 = tl.load(cos_ptr + table + HALF, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin1 = tl.load(sin_ptr + table, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin2 = tl.load(sin_ptr + table + HALF, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    row = x_ptr + b * stride_xb + t * stride_xt + h[:, None] * stride_xh + p[None, :]
+    row = x_ptr + b * stride_xb + t * stride_xt + h.to(tl.int64)[:, None] * stride_xh + p[None, :]
     x1 = tl.load(row, mask=used, other=0.0).to(tl.float32)
     x2 = tl.load(row + HALF, mask=used, other=0.0).to(tl.float32)
     if BACKWARDS:

@@ -69,5 +69,6 @@ class ChosenRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_merged):  # type: ignore[no-untyped-def]
         weights, rows = ctx.saved_tensors
-        d_weight = torch.linalg.vecdot(d_merged, rows).to(weights.dtype)  # [B, T]
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        d_weight = torch.linalg.vecdot(d_merged.to(wide), rows.to(wide)).to(weights.dtype)  # [B, T]
         return torch.where(weights > 0, d_weight.unsqueeze(-1), 0.0), d_merged

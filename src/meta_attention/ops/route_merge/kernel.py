@@ -14,8 +14,8 @@ def route_merge_fwd_kernel(
     weights_ptr,
     rows_ptr,
     merged_ptr,
+    num_tokens,
     D,
-    stride_e,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     ALL: tl.constexpr,
@@ -26,7 +26,7 @@ def route_merge_fwd_kernel(
     for e in tl.static_range(E):
         w = tl.load(weights_ptr + t * E + e)
         is_read = (d < D) & (ALL | (w > 0))
-        row = tl.load(rows_ptr + e * stride_e + t * D + d, mask=is_read, other=0.0)
+        row = tl.load(rows_ptr + (t + e * num_tokens) * D + d, mask=is_read, other=0.0)
         acc += w * row.to(tl.float32)
     tl.store(merged_ptr + t * D + d, acc.to(merged_ptr.dtype.element_ty), mask=d < D)
 
@@ -38,8 +38,8 @@ def route_merge_bwd_kernel(
     d_merged_ptr,
     d_weights_ptr,
     d_rows_ptr,
+    num_tokens,
     D,
-    stride_e,
     E: tl.constexpr,
     BLOCK: tl.constexpr,
     ALL: tl.constexpr,
@@ -51,11 +51,11 @@ def route_merge_bwd_kernel(
         for start in range(0, D, BLOCK):
             d = start + tl.arange(0, BLOCK)
             is_read = (d < D) & (ALL | (w > 0))
-            row = tl.load(rows_ptr + e * stride_e + t * D + d, mask=is_read, other=0.0)
+            row = tl.load(rows_ptr + (t + e * num_tokens) * D + d, mask=is_read, other=0.0)
             g = tl.load(d_merged_ptr + t * D + d, mask=d < D, other=0.0).to(tl.float32)
             dot += tl.where(is_read, g * row.to(tl.float32), 0.0)
             d_row = (w * g).to(d_rows_ptr.dtype.element_ty)
-            tl.store(d_rows_ptr + e * stride_e + t * D + d, d_row, mask=d < D)
+            tl.store(d_rows_ptr + (t + e * num_tokens) * D + d, d_row, mask=d < D)
         tl.store(d_weights_ptr + t * E + e, tl.sum(dot, 0))
 
 
@@ -67,7 +67,7 @@ class RouteMerge(torch.autograd.Function):
         block = min(triton.next_power_of_2(D), 1024)
         with torch.cuda.device_of(rows):
             route_merge_fwd_kernel[(B * T, triton.cdiv(D, block))](
-                weights, rows, merged, D, rows.stride(0), E=E, BLOCK=block, ALL=reads_all
+                weights, rows, merged, B * T, D, E=E, BLOCK=block, ALL=reads_all
             )
         ctx.save_for_backward(weights, rows)
         ctx.reads_all = reads_all
@@ -86,8 +86,8 @@ class RouteMerge(torch.autograd.Function):
                 d_merged.contiguous(),
                 d_weights,
                 d_rows,
+                B * T,
                 D,
-                rows.stride(0),
                 E=E,
                 BLOCK=min(triton.next_power_of_2(D), 1024),
                 ALL=ctx.reads_all,

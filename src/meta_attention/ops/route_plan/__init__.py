@@ -61,7 +61,8 @@ def plan_routes(
         weights: ``[B, T, E]``, or ``[B, T, G, E]`` where every key-value head has its own routes.
         mask: ``[B, T]``, 0 for padding.
         is_exclusive: The caller knows that no token has more than one weight above zero, as under
-            hard routing; not checked, which would wait for the device.
+            hard routing; not checked, which would wait for the device, and buffers are made for
+            it: where it is not so, memory is overrun.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``.
     """
     if weights.dim() not in (3, 4) or 0 in weights.shape:

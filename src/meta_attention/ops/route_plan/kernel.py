@@ -75,20 +75,21 @@ def plan_routes_triton(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
     if mask is not None:
         # a boolean is no pointer type of Triton's
         mask = mask.to(torch.int8 if mask.dtype == torch.bool else mask.dtype).contiguous()
-    route_plan_kernel[(triton.cdiv(T, BLOCK), G * E, B)](
-        weights,
-        mask,
-        positions,
-        counts,
-        ranks,
-        T,
-        G,
-        num_ranks,
-        *weights.stride(),
-        E=E,
-        HAS_MASK=mask is not None,
-        BLOCK=BLOCK,
-        RANK_BLOCK=RANK_BLOCK,
-        num_warps=4,
-    )
+    with torch.cuda.device_of(weights):
+        route_plan_kernel[(triton.cdiv(T, BLOCK), G * E, B)](
+            weights,
+            mask,
+            positions,
+            counts,
+            ranks,
+            T,
+            G,
+            num_ranks,
+            *weights.stride(),
+            E=E,
+            HAS_MASK=mask is not None,
+            BLOCK=BLOCK,
+            RANK_BLOCK=RANK_BLOCK,
+            num_warps=4,
+        )
     return positions, counts, ranks

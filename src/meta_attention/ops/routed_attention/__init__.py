@@ -48,7 +48,7 @@ def routed_attention(
         mask: ``[B, S]``, 0 for padding. Boolean, or whole numbers: the documents packed into a
             row, in rising order, which do not see each other.
         rows: Buffer to write into and return, for experts that share one; only under an exclusive
-            plan. Default: zeros.
+            plan. Its gradient is passed on as it is. Default: zeros.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``.
 
     Returns:
@@ -66,10 +66,12 @@ def routed_attention(
             raise ConfigError(f"window must be >= 1, got {window}")
     if not windows:
         raise ConfigError("windows must name at least one list")
-    if rows is not None and (not plan.is_exclusive or rows.shape != query.shape):
+    if rows is not None and (
+        not plan.is_exclusive or rows.shape != query.shape or rows.stride(-1) != 1
+    ):
         raise ShapeError(
-            f"rows must be like query {list(query.shape)}, under an exclusive plan, "
-            f"got {list(rows.shape)}"
+            f"rows must be like query {list(query.shape)}, contiguous along the last axis and "
+            f"under an exclusive plan, got {list(rows.shape)} of strides {list(rows.stride())}"
         )
     if choose_impl("routed_attention", impl, query) == "triton":
         from meta_attention.ops.routed_attention.kernel import routed_attention_triton

@@ -294,7 +294,7 @@ def routed_attention_fwd_kernel(
         KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS,
     )  # fmt: skip
 
-    rows = rows_ptr + slot.to(tl.int64) * stride_rn + batch * stride_rb + h * stride_rh
+    rows = rows_ptr + slot.to(tl.int64) * stride_rn + batch * stride_rb + h.to(tl.int64) * stride_rh
     tl.store(
         rows + t[:, None].to(tl.int64) * stride_rt + p[None, :],
         (acc / total[:, None]).to(rows_ptr.dtype.element_ty),

@@ -307,7 +307,7 @@ def routed_attention_hopper_kernel(
     WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    # as find_head and find_tile of kernel.py
+    # as find_head and find_tile of forward.py
     longest = gl.maximum(gl.cdiv(gl.load(counts_ptr + gl.load(lists_ptr)), QUERIES), 1)
     heads = gl.minimum(gl.cdiv(SPREAD, longest), num_heads)
     program = gl.program_id(0)
@@ -352,9 +352,11 @@ def routed_attention_hopper_kernel(
         begin = gl.maximum(lowest - window, 0)
         num_key_tiles = gl.cdiv(highest + 1 - begin, KEYS)
 
-        q_ptr += batch * stride_qb + h.to(gl.int64) * stride_qh
-        rows_ptr += slot * stride_rn + batch * stride_rb + h * stride_rh
-        lse_ptr += slot * stride_ln + (batch * H + h) * T
+        head = h.to(gl.int64)
+        q_ptr += batch * stride_qb + head * stride_qh
+        buffer = batch * 0 + slot
+        rows_ptr += buffer * stride_rn + batch * stride_rb + head * stride_rh
+        lse_ptr += buffer * stride_ln + (batch * H + head) * T
         row = b * desc_rows_b + kv * desc_rows_h + begin
         column = kv * desc_columns_h
 
@@ -412,6 +414,7 @@ def can_run(query: Tensor, is_plain: bool, layout: object) -> bool:
         is_plain
         and layout is not None
         and query.is_cuda
+        and torch.version.hip is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] in (64, 128)
         and torch.cuda.get_device_capability(query.device)[0] == 9

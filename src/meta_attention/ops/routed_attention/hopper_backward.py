@@ -38,7 +38,7 @@ def bounds_of_list(
     QUERIES: gl.constexpr,
     RANK_BLOCK: gl.constexpr,
 ):
-    """Entries of list ``i`` that see keys from ``start`` to ``stop``: as in ``kernel.py``.
+    """Entries of list ``i`` that see keys from ``start`` to ``stop``: as in ``backward.py``.
 
     From ``first`` to ``inner`` some may see only a part of the keys, from there on to ``last`` all
     see all.

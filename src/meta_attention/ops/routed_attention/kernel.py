@@ -29,6 +29,9 @@ from meta_attention.ops.routed_attention.backward import (
 )
 from meta_attention.ops.routed_attention.forward import routed_attention_fwd_kernel
 
+# longer windows than any sequence: positions are added to them in 32 bits
+MAX_WINDOW = 2**30
+
 # tiles of the longest list that are worked on in turn, three for each multiprocessor of a large GPU
 SPREAD = 396
 
@@ -42,28 +45,39 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def forward_tiles(width: int, itemsize: int) -> Tiles:
+# shared memory that the larger tiles of half precision need; smaller GPUs have 99 KiB
+LARGE_TILES = 164 * 1024
+
+
+def forward_tiles(width: int, itemsize: int, shared_memory: int) -> Tiles:
     if itemsize > 2:
         return Tiles(64, 32, 4, 2)
     if width <= 64:
-        return Tiles(128, 128, 4, 3)
+        return Tiles(128, 64, 4, 3)
+    if shared_memory < LARGE_TILES:
+        return Tiles(128, 64, 8, 2) if width <= 128 else Tiles(64, 32, 4, 2)
     return Tiles(128, 128, 8, 3) if width <= 128 else Tiles(128, 64, 8, 2)
 
 
-def query_gradient_tiles(width: int, itemsize: int) -> Tiles:
+def query_gradient_tiles(width: int, itemsize: int, shared_memory: int) -> Tiles:
     if itemsize > 2:
         return Tiles(32, 32, 4, 1)
     if width <= 64:
         return Tiles(128, 64, 4, 3)
+    if shared_memory < LARGE_TILES:
+        return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(32, 32, 4, 2)
     return Tiles(128, 64, 8, 3) if width <= 128 else Tiles(64, 32, 8, 2)
 
 
-def key_gradient_tiles(width: int, itemsize: int) -> Tiles:
+def key_gradient_tiles(width: int, itemsize: int, shared_memory: int) -> Tiles:
+    """Its tiles of queries divide those of the query gradient, which packs them."""
     if itemsize > 2:
         return Tiles(32, 64, 4, 1)
     if width <= 64:
-        return Tiles(64, 128, 4, 3)
-    return Tiles(64, 128, 8, 3) if width <= 128 else Tiles(32, 64, 8, 2)
+        return Tiles(64, 64, 4, 3)
+    if shared_memory < LARGE_TILES:
+        return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(32, 32, 4, 2)
+    return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(32, 64, 8, 2)
 
 
 class RoutedAttention(torch.autograd.Function):
@@ -142,6 +156,7 @@ class _Launch:
         self.marks_args = (marks.marks, marks.starts) if marks else (nothing, nothing)
         self.ends = marks.ends if marks else nothing
         self.is_plain = causal and marks is None
+        self.tiled = (self.P, query.element_size(), _shared_memory(query))
         self.lists = _lists_on(query.device, windows)
         self.sizes = (self.T, self.S, self.H, self.K, self.G, self.E)
         self.key_strides = (*key.stride()[:3], *value.stride()[:3])
@@ -181,7 +196,8 @@ class _Launch:
     def _has_copy_engine(self) -> bool:
         if not self.query.is_cuda:
             return True  # the interpreter's
-        return torch.cuda.get_device_capability(self.query.device)[0] >= 9
+        is_nvidia = torch.version.hip is None
+        return is_nvidia and torch.cuda.get_device_capability(self.query.device)[0] >= 9
 
     def forward(self, rows: Tensor, lse: Tensor) -> None:
         layout = self._layout()
@@ -204,7 +220,7 @@ class _Launch:
                     SPREAD,
                 )
             return
-        tiles = forward_tiles(self.P, self.query.element_size())
+        tiles = forward_tiles(*self.tiled)
         k_desc, v_desc, offsets, tma = self._descriptors(tiles)
         num_lists = len(self.windows)
         num_tiles = self._num_tiles(tiles.queries, num_lists)
@@ -242,7 +258,7 @@ class _Launch:
 
     def backward(self, rows: Tensor, d_rows: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros(self.query.shape, dtype=self.query.dtype, device=self.query.device)
-        tiles = query_gradient_tiles(self.P, self.query.element_size())
+        tiles = query_gradient_tiles(*self.tiled)
         packed_rows = self._num_tiles(tiles.queries, len(self.windows)) * tiles.queries
         packed_heads = [
             self.query.new_empty(self.B * self.H * packed_rows, self.P) for _ in ("query", "d_out")
@@ -325,7 +341,7 @@ class _Launch:
                     self.plan.is_exclusive,
                 )
             return dk, dv
-        tiles = key_gradient_tiles(self.P, self.query.element_size())
+        tiles = key_gradient_tiles(*self.tiled)
         tma = self._has_copy_engine() and self.constants["BLOCK_P"] == self.P
         described = packed_heads
         if tma:
@@ -366,6 +382,19 @@ class _Launch:
         return dk, dv
 
 
+def _shared_memory(x: Tensor) -> int:
+    """Bytes that a program may have."""
+    if not x.is_cuda:
+        return LARGE_TILES  # the interpreter's has no end
+    return _shared_memory_of(x.device.index)
+
+
+@lru_cache(maxsize=64)
+def _shared_memory_of(device: int) -> int:
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
+    return int(properties["max_shared_mem"])
+
+
 def _slot_stride(x: Tensor) -> int:
     """From one list's buffer to the next; lists share one under an exclusive plan."""
     return 0 if x.shape[0] == 1 else x.stride(0)
@@ -383,15 +412,18 @@ def _on(x: Tensor) -> torch.cuda.device_of:
 def _layout_of(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
     """[B, S, K, P] as a matrix: its shape, and rows per batch and head, columns per head.
 
-    Either heads side by side, as projections leave them, or head after head, as caches do.
+    Either heads side by side, as projections leave them, or head after head, as caches do: there
+    the rows of one head may be followed by room for more.
     """
     B, S, K, P = x.shape
     if x.stride(3) != 1 or x.data_ptr() % 16 or (P * x.element_size()) % 16:
         return None
     if x.stride()[:3] == (S * K * P, K * P, P):
         return (B * S, K * P), (S, 0, P)
-    if x.stride()[:3] == (K * S * P, P, S * P):
-        return (B * K * S, P), (K * S, S, 0)
+    if x.stride(1) == P and x.stride(0) % P == 0 and x.stride(2) % P == 0:
+        per_batch, per_head = x.stride(0) // P, x.stride(2) // P
+        rows = (B - 1) * per_batch + (K - 1) * per_head + S
+        return (rows, P), (per_batch, per_head, 0)
     return None
 
 
@@ -411,8 +443,8 @@ def routed_attention_triton(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    # the longest lists first; -1: no window
-    pairs = tuple((index, -1 if window is None else window) for index, window in windows.items())
+    # -1: no window; the longest lists first
+    pairs = tuple((index, -1 if w is None else min(w, MAX_WINDOW)) for index, w in windows.items())
     if plan.is_exclusive:
         pairs = tuple(sorted(pairs, key=lambda pair: -pair[1] if pair[1] >= 0 else -(2**31)))
     if rows is None:
