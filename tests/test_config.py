@@ -63,6 +63,11 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
             "'one_hot' draws a single expert, but routing='soft' mixes them; use 'mean' or",
         ),
         ({"route_gradient": "none"}, "route_gradient must be one of all, chosen, got 'none'"),
+        ({"route_granularity": "head"}, "must be one of token, kv_head, got 'head'"),
+        (
+            {"route_granularity": "kv_head", "shared_projections": False},
+            "'kv_head' needs shared_projections=True: .* share them or use 'token'",
+        ),
         ({"impl": "cuda"}, "one of auto, reference, triton, got 'cuda'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ],
@@ -99,12 +104,14 @@ def test_config_survives_saving_and_loading(tmp_path):
         routing="hard",
         training_weights="one_hot",
         route_gradient="chosen",
+        route_granularity="kv_head",
     )
     config.save_pretrained(tmp_path)
     loaded = MetaAttentionConfig.from_pretrained(tmp_path)
     for name in ("experts", "layer_experts", "expert_costs", "rope_parameters", "head_dim"):
         assert getattr(loaded, name) == getattr(config, name), name
     assert (loaded.training_weights, loaded.route_gradient) == ("one_hot", "chosen")
+    assert loaded.route_granularity == "kv_head"
     assert loaded.experts_of(0) == ("local",)
 
 

@@ -14,6 +14,7 @@ Impl = Literal["auto", "reference", "triton"]
 ControllerName = Literal["bayesian", "prior_free"]
 TrainingWeights = Literal["mean", "sample", "one_hot"]
 RouteGradient = Literal["all", "chosen"]
+RouteGranularity = Literal["token", "kv_head"]
 RoutingName = Literal["soft", "hard", "gated"]
 Signal = Literal["entropy", "mean_entropy", "margin", "mutual_information", "vacuity"]
 
@@ -74,6 +75,11 @@ class MetaAttentionConfig(PreTrainedConfig):
             training, and the gradient is that of the belief in all of them (straight-through).
             ``"chosen"``: only the chosen expert runs, so that training saves time too, and its
             weight carries the gradient of the belief in it. See ``choose_routes``.
+        route_granularity: What has a route of its own: a ``"token"``, or every key-value head of a
+            token, with the query heads it serves (``"kv_head"``). Posterior and routes then have
+            an axis for these, ``[B, T, G, E]``; the KL and the projected cost of a token are means
+            over them, so that their weights mean the same either way. Needs
+            ``shared_projections``.
         routing: ``"soft"``: every token takes every expert, by weight. ``"hard"``: one expert, that
             of largest weight. ``"gated"``: hard where the uncertainty is below the threshold, soft
             elsewhere.
@@ -125,6 +131,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     cost_weight: float = 0.0
     training_weights: TrainingWeights = "mean"
     route_gradient: RouteGradient = "all"
+    route_granularity: RouteGranularity = "token"
     routing: RoutingName = "soft"
     uncertainty_signal: Signal = "mutual_information"
     uncertainty_threshold: float | None = None
@@ -247,6 +254,7 @@ class MetaAttentionConfig(PreTrainedConfig):
         _require_choice("controller", self.controller, ControllerName)
         _require_choice("training_weights", self.training_weights, TrainingWeights)
         _require_choice("route_gradient", self.route_gradient, RouteGradient)
+        _require_choice("route_granularity", self.route_granularity, RouteGranularity)
         _require_choice("routing", self.routing, RoutingName)
         _require_choice("uncertainty_signal", self.uncertainty_signal, Signal)
         _require_choice("impl", self.impl, Impl)
@@ -263,6 +271,11 @@ class MetaAttentionConfig(PreTrainedConfig):
         for name in ("causal", "use_rope", "shared_projections"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.route_granularity == "kv_head" and not self.shared_projections:
+            raise ConfigError(
+                "route_granularity='kv_head' needs shared_projections=True: experts are merged "
+                "head by head, before one output projection; share them or use 'token'"
+            )
         check_prior(self.prior_strength, self.prior_floor)
         for name in ("kl_weight", "cost_weight", "initializer_range", "rms_norm_eps"):
             if not 0.0 <= getattr(self, name) < math.inf:

@@ -49,10 +49,34 @@ def test_both_controllers_give_weights_that_sum_to_one():
         assert posterior.kl_to(controller.prior_concentration).shape == (2, 5)
 
 
-def test_one_expert_leaves_nothing_to_learn():
-    controller = build_controller(make_config(), [0.3])
+@pytest.mark.parametrize("granularity", ["token", "kv_head"])
+def test_one_expert_leaves_nothing_to_learn(granularity):
+    controller = build_controller(make_config(route_granularity=granularity), [0.3])
     assert list(controller.parameters()) == []
     assert controller(*make_inputs()).mean.tolist() == torch.ones(2, 5, 1).tolist()
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("cls", CONTROLLERS)
+def test_every_key_value_head_has_a_posterior_of_its_own(cls, impl, kernel_device):
+    """That of a controller for tokens with this head's rows of the last layer."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "impl": impl}
+    by_head = cls(make_config(route_granularity="kv_head", **sizes), COSTS).to(kernel_device)
+    by_token = cls(make_config(**sizes), COSTS).to(kernel_device)
+    assert by_head.mlp[2].weight.shape == (4 * 3, by_head.config.controller_hidden_size)
+    x, positions = (tensor.to(kernel_device) for tensor in make_inputs())
+    posterior = by_head(x, positions)
+    prior = by_head.prior_concentration
+    assert posterior.mean.shape == (2, 5, 4, 3)
+    assert posterior.kl_to(prior).shape == (2, 5, 4)
+    for head in range(4):
+        rows = slice(3 * head, 3 * head + 3)
+        by_token.mlp[0].load_state_dict(by_head.mlp[0].state_dict())
+        by_token.mlp[2].weight.data = by_head.mlp[2].weight.data[rows]
+        by_token.mlp[2].bias.data = by_head.mlp[2].bias.data[rows]
+        expected = by_token(x, positions)
+        torch.testing.assert_close(posterior.mean[:, :, head], expected.mean)
+        torch.testing.assert_close(posterior.kl_to(prior)[:, :, head], expected.kl_to(prior))
 
 
 @pytest.mark.parametrize("cls", CONTROLLERS)
@@ -94,9 +118,10 @@ def test_norm_feature_is_one_for_a_unit_variance_token():
     assert token_features(x, torch.zeros(1, 1), max_positions=64)[0, 0, -2].item() == 1.0
 
 
-def test_gradient_reaches_every_parameter():
+@pytest.mark.parametrize("granularity", ["token", "kv_head"])
+def test_gradient_reaches_every_parameter(granularity):
     for cls in CONTROLLERS:
-        controller = cls(make_config(), COSTS)
+        controller = cls(make_config(route_granularity=granularity), COSTS)
         posterior = controller(*make_inputs())
         loss = posterior.mean[..., 0].sum() + posterior.kl_to(controller.prior_concentration).sum()
         loss.backward()

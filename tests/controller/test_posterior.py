@@ -147,3 +147,21 @@ def test_entropy_of_a_weight_that_underflowed_has_a_finite_gradient():
     (gradient,) = torch.autograd.grad(entropy, logits)
     assert entropy.item() == pytest.approx(0.0, abs=1e-30)
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [RoutingPosterior, PointPosterior])
+def test_heads_of_a_token_are_believed_in_as_tokens_are(kind):
+    """[B, T, G, E] is as [B, T * G, E] in every closed form."""
+    values = torch.rand(2, 5, 4, 3, generator=torch.Generator().manual_seed(0)) + 0.1
+    if kind is PointPosterior:
+        values = values / values.sum(dim=-1, keepdim=True)
+    heads, tokens = kind(values), kind(values.flatten(1, 2))
+    for name in SIGNALS if kind is RoutingPosterior else ("mean_entropy", "margin"):
+        assert torch.equal(getattr(heads, name).flatten(1, 2), getattr(tokens, name)), name
+    assert torch.equal(heads.mean.flatten(1, 2), tokens.mean)
+    assert torch.equal(heads.kl_to(PRIOR).flatten(1, 2), tokens.kl_to(PRIOR))
+    draws = []
+    for posterior in (heads, tokens):
+        torch.manual_seed(0)
+        draws.append(posterior.sample().view(2, 20, 3))
+    assert torch.equal(*draws)

@@ -159,19 +159,21 @@ def test_no_row_costs_nothing_but_a_state_is_always_updated():
     assert count_layer(config, weights).attention == 2 * 20 * update
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("layout", ["shared", "own", "kv_head"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_everything_around_attention_is_counted_as_pytorch_does(shared, bias):
+def test_everything_around_attention_is_counted_as_pytorch_does(layout, bias):
     config = make_config(
         layer_experts=[["full", "linear", "local"], ["local"]],
-        shared_projections=shared,
+        shared_projections=layout != "own",
+        route_granularity="kv_head" if layout == "kv_head" else "token",
         attention_bias=bias,
         head_dim=6,
         intermediate_size=88,
     )
     model = MetaAttentionForCausalLM(config).eval()
     x, positions = torch.randn(2, 20, 32), torch.arange(20).expand(2, 20)
-    weights = [make_routes(2, 20, 3), torch.ones(2, 20, 1)]
+    routed = (2, 20, 2, 3) if layout == "kv_head" else (2, 20, 3)
+    weights = [make_routes(*routed), torch.ones(2, 20, 1)]
     # padding is projected too
     counted = count_model(config, weights, mask=make_mask("padding"))
 
@@ -182,7 +184,7 @@ def test_everything_around_attention_is_counted_as_pytorch_does(shared, bias):
 
     blocks = list(model.model.layers)
     sets = [p for block in blocks for p in block.attention.projections]
-    assert len(sets) == (2 if shared else 4)
+    assert len(sets) == (4 if layout == "own" else 2)
     rows = torch.randn(2, 20, 4 * 6)
     parts = {
         "projections": lambda: [(p.heads(x), p.output(rows)) for p in sets],
@@ -194,9 +196,12 @@ def test_everything_around_attention_is_counted_as_pytorch_does(shared, bias):
         assert getattr(counted, name) == count(run) > 0, name
 
 
-def test_a_whole_model_is_counted_as_pytorch_does():
+@pytest.mark.parametrize("granularity", ["token", "kv_head"])
+def test_a_whole_model_is_counted_as_pytorch_does(granularity):
     """Not causal, without windows: the layers then compute nothing that they mask away."""
-    config = make_config(experts=("full", "linear"), causal=False, use_rope=False)
+    config = make_config(
+        experts=("full", "linear"), causal=False, use_rope=False, route_granularity=granularity
+    )
     model = MetaAttentionForCausalLM(config).eval()
     tokens = torch.randint(61, (3, 64))
     with (

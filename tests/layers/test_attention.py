@@ -1,5 +1,7 @@
 """The routed layer: causal, prefix-stable, safe, and the sum of its experts."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,11 @@ from meta_attention import (
 from meta_attention.errors import BackendUnavailableError, ConfigError, ShapeError
 
 LENGTHS = [1, 63, 64, 65, 500]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "own": {"shared_projections": False},
+    "kv_head": {"route_granularity": "kv_head"},
+}
 EXPERT_SETS = [("full", "linear", "local"), ("gated_full", "local"), ("linear",), ("local",)]
 
 
@@ -26,8 +33,9 @@ def make_layer(dtype=torch.float64, **kwargs) -> BayesianMetaAttentionLayer:
         "max_position_embeddings": 512,
         "controller_hidden_size": 8,
     }
+    options = defaults | LAYOUTS[kwargs.pop("layout", "shared")] | kwargs
     torch.manual_seed(0)
-    return BayesianMetaAttentionLayer(MetaAttentionConfig(**(defaults | kwargs))).to(dtype).eval()
+    return BayesianMetaAttentionLayer(MetaAttentionConfig(**options)).to(dtype).eval()
 
 
 def assert_same_tokens(a, b, rows_a=slice(None), rows_b=slice(None)):
@@ -48,7 +56,7 @@ layer_options = st.fixed_dictionaries(
         "experts": st.sampled_from(EXPERT_SETS),
         "num_key_value_heads": st.sampled_from([1, 2, 4]),
         "window_size": st.sampled_from([1, 5, 64, 1000]),
-        "shared_projections": st.booleans(),
+        "layout": st.sampled_from(["shared", "own", "kv_head"]),
         "use_rope": st.booleans(),
         "controller": st.sampled_from(["bayesian", "prior_free"]),
     }

@@ -2,7 +2,8 @@
 
 What no list names is poisoned: uninitialised memory and the queries of other tokens hold NaN.
 
-Shapes: B batch, T sequence, H heads, P head width, E experts.
+Shapes: B batch, T sequence, H heads, P head width, E experts, G key-value heads where each has a
+route of its own, otherwise 1.
 """
 
 import pytest
@@ -61,7 +62,8 @@ def make_layer(dtype=torch.float64, **kwargs):
     with torch.no_grad():
         # large enough that every expert has its tokens
         layer.controller.mlp[-1].weight.mul_(20)
-        layer.controller.mlp[-1].bias.copy_(2.0 * layer.controller.costs - 1.0)
+        costs = layer.controller.costs
+        layer.controller.mlp[-1].bias.view(-1, len(costs)).copy_(2.0 * costs - 1.0)
     return layer.to(dtype).eval()
 
 
@@ -81,9 +83,12 @@ def make_marks(kind: str) -> dict[str, torch.Tensor]:
     }[kind]
 
 
-def is_token(marks):
-    found = next(iter(marks.values()), torch.ones(B, T))
-    return found != 0
+def taken_of(routes, marks):
+    """Who takes which expert [B, T, G, E]; padding takes none."""
+    taken = routes.weights > 0
+    taken = taken if taken.dim() == 4 else taken.unsqueeze(2)
+    is_token = next(iter(marks.values()), torch.ones(B, T)) != 0
+    return taken & is_token[:, :, None, None]
 
 
 def run_all(layer, x, **marks):
@@ -121,22 +126,23 @@ def poison(monkeypatch):
 
 @pytest.fixture
 def executed(monkeypatch):
-    """Tokens [B, T] each expert works on, by its index or name; it can read no other queries."""
+    """Tokens [B, T, G] each expert works on, by its index or name; it can read no other queries."""
     seen = {}
     routed_attention, linear_attention = execution.routed_attention, linear.linear_attention
 
     def hide(query, listed):
-        return query.masked_fill(~listed[:, :, None, None], NAN)
+        listed = listed.repeat_interleave(query.shape[2] // listed.shape[2], dim=2)
+        return query.masked_fill(~listed.unsqueeze(-1), NAN)
 
     def spy_softmax(query, key, value, plan, windows, **kwargs):
-        lists = {index: plan.list_of(index).is_listed(T).squeeze(-1) for index in windows}
+        lists = {index: plan.list_of(index).is_listed(T) for index in windows}
         seen.update(lists)
         union = torch.stack(list(lists.values())).any(dim=0)
         return routed_attention(hide(query, union), key, value, plan, windows, **kwargs)
 
     def spy_linear(query, key, value, queries, **kwargs):
         if queries is not None:
-            seen["linear"] = queries.is_listed(T).squeeze(-1)
+            seen["linear"] = queries.is_listed(T)
             query = hide(query, seen["linear"])
         return linear_attention(query, key, value, queries=queries, **kwargs)
 
@@ -156,13 +162,25 @@ LAYERS = {
     "no-softmax": {"experts": ("test_mean", "linear")},
     "one-kv-head": {"num_key_value_heads": 1, "use_rope": False},
     "prior_free": {"controller": "prior_free", "num_key_value_heads": 4},
+    "kv_head": {"route_granularity": "kv_head"},
+    "kv_head-all": {"route_granularity": "kv_head", "num_key_value_heads": 4, "causal": False},
+    "kv_head-gated_full": {
+        "route_granularity": "kv_head",
+        "experts": ("full", "gated_full", "linear", "local"),
+    },
+    "kv_head-user": {"route_granularity": "kv_head", "experts": ("full", "test_mean", "linear")},
+}
+LAYOUTS = {
+    "shared": {},
+    "own": {"shared_projections": False},
+    "kv_head": {"route_granularity": "kv_head"},
 }
 # linear attention keeps documents apart only when causal
 CASES = [
     (options, marks)
     for options in LAYERS
     for marks in ("none", "left", "right", "row", "documents")
-    if not (options == "bidirectional" and marks == "documents")
+    if not (options in ("bidirectional", "kv_head-all") and marks == "documents")
 ]
 
 
@@ -172,15 +190,15 @@ def test_hard_routing_executes_only_what_it_routed(options, marks, executed, poi
     layer, x, marks = make_layer(**LAYERS[options]), make_input(), make_marks(marks)
     with torch.no_grad():
         out = layer(x, **marks)
-        taken = (out.routes.weights > 0) & is_token(marks).unsqueeze(-1)  # [B, T, E]
-        counts = taken.sum(dim=(0, 1))
+        taken = taken_of(out.routes, marks)
+        counts = taken.sum(dim=(0, 1))  # [G, E]
         assert (counts > 0).all(), "every expert must have tokens, or this shows nothing"
         for index, name in enumerate(layer.expert_names):
             listed = executed.get("linear" if name == "linear" else index)
             if name == "test_mean":
                 assert listed is None
             else:
-                assert listed.sum() == counts[index]
+                assert torch.equal(listed.sum(dim=(0, 1)), counts[:, index])
                 assert torch.equal(listed, taken[..., index])
         assert out.output.isfinite().all()
         torch.testing.assert_close(out.output, run_all(layer, x, **marks).output)
@@ -193,7 +211,7 @@ def test_training_on_chosen_routes_executes_only_these(options, marks, executed,
     x, marks = make_input().requires_grad_(), make_marks(marks)
     torch.manual_seed(3)
     out = layer(x, **marks)
-    taken = (out.routes.weights > 0) & is_token(marks).unsqueeze(-1)
+    taken = taken_of(out.routes, marks)
     for key, listed in executed.items():
         index = layer.expert_names.index(key) if isinstance(key, str) else key
         assert torch.equal(listed, taken[..., index])
@@ -207,12 +225,12 @@ def test_training_on_chosen_routes_executes_only_these(options, marks, executed,
         torch.testing.assert_close(ours[name], exact, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("routing", ["hard", "gated"])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_lists_give_what_all_tokens_would(impl, routing, shared, poison, kernel_device):
+def test_lists_give_what_all_tokens_would(impl, routing, layout, poison, kernel_device):
     """Gradients included, with at most twice the rounding of all experts run on all tokens."""
-    options = {"routing": routing, "shared_projections": shared, "route_gradient": "chosen"}
+    options = {"routing": routing, "route_gradient": "chosen", **LAYOUTS[layout]}
     if routing == "gated":
         options |= {"uncertainty_signal": "margin", "uncertainty_threshold": 0.4}
     marks = make_marks("left")
@@ -279,7 +297,7 @@ def test_a_rising_threshold_leads_from_soft_to_hard_token_by_token(shared, execu
 def define_chosen(layer, x, expert, is_hard, draw):
     """A training pass written out: all experts run, and the weights of those not chosen are 0."""
     positions = torch.arange(T).expand(B, T)
-    belief = layer.controller(x, positions).mean  # [B, T, E]
+    belief = layer.controller(x, positions).mean  # [B, T, E] or [B, T, G, E]
     rise = belief - belief.detach()
     if draw == "one_hot":
         rise = rise / belief.detach()
@@ -288,22 +306,23 @@ def define_chosen(layer, x, expert, is_hard, draw):
     output = torch.zeros_like(x)
     for index, row in enumerate(rows):
         taken = torch.where(expert == index, 1.0 + rise[..., index], 0.0)
-        weight = torch.where(is_hard, taken, belief[..., index])
+        weight = torch.where(is_hard, taken, belief[..., index]).view(B, T, -1, 1)  # [B, T, G, 1]
         own = layer.projections[0 if layer.config.shared_projections else index]
-        output = output + weight.unsqueeze(-1) * own.o_proj(row)
+        weighted = weight * row.unflatten(-1, (weight.shape[2], -1))
+        output = output + own.o_proj(weighted.flatten(2))
     return output
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("routing", ["hard", "gated"])
 @pytest.mark.parametrize("draw", ["mean", "one_hot"])
-def test_chosen_routes_have_the_gradient_of_their_weights_alone(draw, routing, shared):
+def test_chosen_routes_have_the_gradient_of_their_weights_alone(draw, routing, layout):
     gate = {"uncertainty_signal": "margin", "uncertainty_threshold": 0.4}
     layer = make_layer(
         routing=routing,
         training_weights=draw,
         route_gradient="chosen",
-        shared_projections=shared,
+        **LAYOUTS[layout],
         **(gate if routing == "gated" else {}),
     ).train()
     x = make_input().requires_grad_()

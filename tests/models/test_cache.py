@@ -42,6 +42,23 @@ EXPERT_SETS = {
         "uncertainty_signal": "mean_entropy",
         "uncertainty_threshold": 1.0,
     },
+    "by head": {
+        "route_granularity": "kv_head",
+        "layer_experts": [["local"], ["full", "linear", "local"], ["gated_full", "local"]],
+    },
+    "hard, by head": {
+        "route_granularity": "kv_head",
+        "routing": "hard",
+        "expert_costs": (0.5, 0.5, 0.5),
+    },
+    "gated, by head, all experts": {
+        "route_granularity": "kv_head",
+        "num_key_value_heads": 4,
+        "routing": "gated",
+        "uncertainty_threshold": 0.2,
+        "experts": ("local", "gated_full", "full", "linear"),
+        "expert_costs": (0.3, 1.0, 1.0, 0.2),
+    },
 }
 # logits are as large as 6, and one pass is itself 1e-5 from what it is in float64
 CLOSE = {"rtol": 1e-5, "atol": 3e-5}
@@ -119,7 +136,7 @@ def test_tokens_are_really_routed_apart(make_model, tokens):
 
 
 def test_the_gate_of_these_tests_lets_some_tokens_through(make_model, tokens):
-    for name in ("gated", "gated, all experts", "gated, prior-free"):
+    for name in ("gated", "gated, all experts", "gated, prior-free", "gated, by head, all experts"):
         weights = one_pass(make_model(**EXPERT_SETS[name]), tokens()).routing_weights
         is_hard = torch.stack([(layer == 1).any(dim=-1) for layer in weights])
         assert 0.05 < is_hard.float().mean() < 0.95, name

@@ -25,6 +25,13 @@ MODELS = {
     "linear only": {"experts": ("linear",)},
     "mixed": {"layer_experts": [["local"], ["full", "linear"], ["linear", "local"]]},
     "without rotation": {"use_rope": False, "routing": "hard"},
+    "by head": {"routing": "hard", "route_granularity": "kv_head", **EVEN},
+    "gated_full by head": {
+        "routing": "hard",
+        "route_granularity": "kv_head",
+        "experts": ("gated_full", "linear", "local"),
+        **EVEN,
+    },
 }
 # their step reads the length on the host, and cannot be captured
 ON_THE_HOST = {"own projections": {"shared_projections": False, "routing": "hard"}}
@@ -115,7 +122,7 @@ def test_a_conversation_goes_on_from_a_static_cache(make_model, tokens):
     assert torch.equal(second, model.generate(more, max_new_tokens=6, do_sample=False))
 
 
-@pytest.mark.parametrize("kind", ["hard", "gated_full"])
+@pytest.mark.parametrize("kind", ["hard", "gated_full", "by head", "gated_full by head"])
 def test_the_hard_models_of_these_tests_take_every_expert(make_model, tokens, kind):
     weights = make_model(**MODELS[kind])(tokens(B=3), output_routing=True).routing_weights
     assert torch.stack(weights).sum(dim=(0, 1, 2)).min() >= 5
@@ -125,7 +132,7 @@ def test_the_hard_models_of_these_tests_take_every_expert(make_model, tokens, ki
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
-@pytest.mark.parametrize("kind", ["soft", "hard", "gated", "linear only", "mixed"])
+@pytest.mark.parametrize("kind", ["soft", "hard", "gated", "linear only", "mixed", "by head"])
 def test_a_step_is_one_launch_per_layer(make_model, tokens, kind, static):
     model, ids = make_model(**MODELS[kind]), tokens(B=3)
     cache = static_cache(model) if static else MetaAttentionCache(model.config)
@@ -156,7 +163,7 @@ def test_a_row_reads_only_the_keys_of_its_route(make_model, tokens, static):
     assert torch.equal(out.logits[:, 0].isnan().any(dim=-1), expert == full)
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("kind", ["soft", "hard", "gated_full by head"])
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
 def test_the_kernel_decodes_as_the_reference(make_model, tokens, kernel_device, kind, static):
     model = make_model(num_hidden_layers=1, impl="reference", **MODELS[kind]).to(kernel_device)
@@ -455,3 +462,15 @@ def test_static_generation_on_the_gpu_is_that_of_a_growing_cache(make_model, tok
     arguments = {"max_new_tokens": 10, "do_sample": False}
     static = model.generate(ids, cache_implementation="static", **arguments)
     assert torch.equal(static, model.generate(ids, **arguments))
+
+
+def test_a_captured_step_does_not_go_on_after_padding_on_the_right(make_model, tokens):
+    """A replay would take it for tokens: only what lies before a row's tokens is on the device."""
+    model, ids = make_model().eval(), tokens(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    cache = MetaAttentionStaticCache(model.config, max_cache_len=20)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+    with pytest.raises(CacheError, match="pad prompts on the left"):
+        cache.advance(1)

@@ -84,6 +84,35 @@ def test_drawn_routes_of_a_prior_free_belief_differ():
     assert choose_routes(belief, routing="hard", draw="one_hot").expert.unique().tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("routing", ["soft", "hard", "gated"])
+def test_heads_of_a_token_are_routed_as_tokens_are(routing, draw, gradient):
+    """Routes of [B, T, G, E] are those of [B, T * G, E], and so is what they teach."""
+    values = torch.rand(2, 5, 4, 3, generator=torch.Generator().manual_seed(0)) + 0.1
+    threshold = RoutingPosterior(values).mutual_information.median()
+    found = []
+    for shape in ((2, 5, 4, 3), (2, 20, 3)):
+        concentration = values.view(shape).clone().requires_grad_()
+        torch.manual_seed(0)
+        routes = choose_routes(
+            RoutingPosterior(concentration),
+            routing=routing,
+            draw=draw,
+            gradient=gradient,
+            threshold=threshold,
+        )
+        assert routes.weights.shape == shape
+        assert routes.hard.shape == routes.expert.shape == shape[:-1]
+        (routes.weights * values.view(shape)).sum().backward()
+        found.append([routes.weights, routes.hard, routes.expert, concentration.grad])
+    if routing == "gated":
+        # the heads of one token differ
+        assert (found[0][1].any(dim=-1) & ~found[0][1].all(dim=-1)).any()
+    for heads, tokens in zip(*found, strict=True):
+        assert torch.equal(heads.view_as(tokens), tokens)
+
+
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_gated_routes_go_from_soft_to_hard_as_the_threshold_rises(signal):
     posterior = make_posterior()
@@ -298,9 +327,10 @@ CONTROLLERS = {
 @pytest.mark.parametrize("controller", CONTROLLERS)
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("draw", DRAWS)
-def test_no_part_of_the_controller_is_dead(draw, gradient, controller, routing):
+@pytest.mark.parametrize("granularity", ["token", "kv_head"])
+def test_no_part_of_the_controller_is_dead(granularity, draw, gradient, controller, routing):
     """By the output alone, without the KL: every weight matrix and bias, and of the last layer
-    every expert's row."""
+    every expert's row, of every head that has one."""
     gate = {"uncertainty_threshold": 1e9} if routing == "gated" else {}
     config = MetaAttentionConfig(
         hidden_size=32,
@@ -311,6 +341,7 @@ def test_no_part_of_the_controller_is_dead(draw, gradient, controller, routing):
         routing=routing,
         training_weights=draw,
         route_gradient=gradient,
+        route_granularity=granularity,
         controller=controller,
         **CONTROLLERS[controller],
         **gate,

@@ -19,6 +19,7 @@ examples:
   meta-attention train --recipe bytes-small --data books/ --kl-weight "0->0.1@0.5:0.75"
   meta-attention train --routing gated --uncertainty-threshold "0->0.5@0.2:0.8" --out runs/gated
   meta-attention train --routing hard --training-weights one_hot --route-gradient chosen
+  meta-attention train --heads 8 --kv-heads 2 --route-granularity kv_head --out runs/by-head
   meta-attention train --out runs/demo --resume
   meta-attention train --experts full --out runs/full
   meta-attention train --layers 6 --layer-experts "local,local,full+local" --out runs/hybrid
@@ -61,6 +62,11 @@ class Weights(StrEnum):
 class RouteGradient(StrEnum):
     all = "all"
     chosen = "chosen"
+
+
+class RouteGranularity(StrEnum):
+    token = "token"
+    kv_head = "kv_head"
 
 
 class Routing(StrEnum):
@@ -158,6 +164,10 @@ def train(
         RouteGradient | None,
         _flag("what hard routes run and learn from in training: all experts, or the chosen one"),
     ] = None,
+    route_granularity: Annotated[
+        RouteGranularity | None,
+        _flag("what has a route of its own: a token, or each of its key-value heads (kv_head)"),
+    ] = None,
     shared_projections: Annotated[
         bool | None,
         _flag(
@@ -231,6 +241,7 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
         "uncertainty_signal": str,
         "training_weights": str,
         "route_gradient": str,
+        "route_granularity": str,
         "precision": str,
     }
     settings = {

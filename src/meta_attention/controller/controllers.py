@@ -3,8 +3,11 @@
 All have the interface ``controller(x, position_ids) -> posterior`` and the buffers ``costs``,
 ``prior_concentration`` and ``uncertainty_threshold``, so that exchanging one for another is one
 word of configuration.
+
+Shapes: B batch, T sequence, E experts, G key-value heads where each has a route of its own.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -35,11 +38,17 @@ class KeepFloat32(nn.Module):
 
 
 class Controller(KeepFloat32):
-    """Costs and prior: all that the later stages read of a controller beside its answer."""
+    """Costs and prior: all that the later stages read of a controller beside its answer.
+
+    Args:
+        config: Model configuration.
+        costs: Cost of each expert relative to full attention, in (0, 1].
+    """
 
     costs: Tensor  # [E]
     prior_concentration: Tensor  # [E]
     uncertainty_threshold: Tensor  # []
+    groups: tuple[int, ...] = ()  # axes of a token's routes: none, or (G,)
 
     def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
         super().__init__()
@@ -72,20 +81,23 @@ class MLPController(Controller):
 
     def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
         super().__init__(config, costs)
+        if config.route_granularity == "kv_head":
+            self.groups = (config.num_key_value_heads,)
         width = config.controller_hidden_size
         self.mlp = nn.Sequential(
             nn.Linear(config.hidden_size + NUM_EXTRA_FEATURES, width),
             nn.GELU(),
-            nn.Linear(width, len(costs)),
+            nn.Linear(width, math.prod(self.groups) * len(costs)),
         )
 
     def logits(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Unbounded scores [B, T, E], in float32 also under autocast."""
+        """Unbounded scores [B, T, E] or [B, T, G, E], in float32 also under autocast."""
         first, second = [layer for layer in self.mlp if isinstance(layer, nn.Linear)]
         network = Network(first.weight, first.bias, second.weight, second.bias)
-        return controller_logits(
+        logits = controller_logits(
             x, position_ids, network, max_positions=self.max_positions, impl=self.config.impl
         )
+        return logits.unflatten(-1, (*self.groups, -1)) if self.groups else logits
 
 
 class BayesianMetaController(MLPController):
@@ -97,7 +109,7 @@ class BayesianMetaController(MLPController):
     """
 
     def forward(self, x: Tensor, position_ids: Tensor) -> RoutingPosterior:
-        evidence = F.softplus(self.logits(x, position_ids))  # [B, T, E]
+        evidence = F.softplus(self.logits(x, position_ids))  # [B, T, (G,) E]
         return RoutingPosterior(self.prior_concentration + evidence)
 
 

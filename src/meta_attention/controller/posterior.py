@@ -8,7 +8,9 @@ Values are float32 whatever the model's dtype. The closed forms are evaluated in
 because they are differences of large terms: in float32 the entropy at concentration 1e6 is off by
 1.7 nats, and 7 in 10,000 samples at [1e-3, 1e-3, 1e6] have a gradient of NaN.
 
-Shapes: B batch, T sequence, E experts (the paper's K; here K always means keys).
+Shapes: B batch, T sequence, E experts (the paper's K; here K always means keys). Where every
+key-value head of a token has a route of its own, ``[B, T]`` stands for ``[B, T, G]`` throughout: a
+Dirichlet for each of the G heads.
 """
 
 from dataclasses import dataclass
@@ -45,9 +47,9 @@ class Posterior(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoutingPosterior:
-    """Dirichlet posterior over experts, one per token."""
+    """Dirichlet posterior over experts, one per token or one per key-value head of a token."""
 
-    concentration: Tensor  # [B, T, E], float32, > 0
+    concentration: Tensor  # [B, T, E] or [B, T, G, E], float32, > 0
 
     @property
     def mean(self) -> Tensor:
@@ -132,7 +134,7 @@ class PointPosterior:
     vacuity) do not exist here, and the KL term is zero.
     """
 
-    mean: Tensor  # [B, T, E], float32, rows sum to one
+    mean: Tensor  # [B, T, E] or [B, T, G, E], float32, rows sum to one
 
     @property
     def mean_entropy(self) -> Tensor:

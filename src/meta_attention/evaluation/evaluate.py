@@ -154,7 +154,11 @@ def _belief(weights: Tensor, concentration: Tensor | None) -> Tensor:
 
 
 def layer_kl(layer: BayesianMetaAttentionLayer, concentration: Tensor | None) -> Tensor | None:
-    """KL to the prior of each token ``[B, T]`` in nats; None without a prior or a choice."""
+    """KL to the prior of each token ``[B, T]`` in nats; None without a prior or a choice.
+
+    The mean over its key-value heads where these have routes of their own.
+    """
     if concentration is None or len(layer.expert_names) == 1:
         return None
-    return RoutingPosterior(concentration).kl_to(layer.controller.prior_concentration)
+    kl = RoutingPosterior(concentration).kl_to(layer.controller.prior_concentration)
+    return kl.mean(dim=2) if kl.dim() == 3 else kl

@@ -103,9 +103,9 @@ def count_layer(
 
     Args:
         config: Model configuration.
-        executed: The query lists that were run, or routing weights ``[B, T, E]``, of which every
-            one above zero is a row that was run. While training with ``route_gradient="all"`` all
-            experts run whatever the weights say.
+        executed: The query lists that were run, or routing weights ``[B, T, E]`` or
+            ``[B, T, G, E]``, of which every one above zero is a row that was run. While training
+            with ``route_gradient="all"`` all experts run whatever the weights say.
         layer_idx: Index of the layer in its model.
         mask: ``[B, S]``, 0 for padding: boolean, or the documents packed into a row, in rising
             order.
@@ -296,7 +296,8 @@ def _controller_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
     if num_experts == 1:
         return 0.0
     inputs = config.hidden_size + NUM_EXTRA_FEATURES
-    return 2.0 * config.controller_hidden_size * (inputs + num_experts)
+    groups = config.num_key_value_heads if config.route_granularity == "kv_head" else 1
+    return 2.0 * config.controller_hidden_size * (inputs + groups * num_experts)
 
 
 def _feed_forward_flops(config: MetaAttentionConfig) -> float:

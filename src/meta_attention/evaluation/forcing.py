@@ -7,9 +7,11 @@ under which the model predicts the next token with the smallest loss.
 One layer at a time, because E experts in L layers have E ** L combinations, and because a layer's
 route can only be compared with another of the same layer when nothing else moves. All tokens at
 once, because one token at a time would take a pass each: what the expert does to earlier tokens
-is therefore part of its loss.
+is therefore part of its loss. Likewise all key-value heads of a token at once, also where these
+have routes of their own; each of them then says for itself which expert is best.
 
-Shapes: B batch, T sequence, E experts of a layer, M tokens judged.
+Shapes: B batch, T sequence, E experts of a layer, G key-value heads that have routes of their own,
+M tokens judged.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -68,8 +70,12 @@ class ForcedController(nn.Module):
     def uncertainty_threshold(self) -> Tensor:
         return self.controller.uncertainty_threshold  # type: ignore[return-value]
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return self.controller.groups  # type: ignore[return-value]
+
     def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
-        expert = torch.full(x.shape[:2], self.expert_index, device=x.device)
+        expert = torch.full((*x.shape[:2], *self.groups), self.expert_index, device=x.device)
         return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())
 
 
@@ -125,7 +131,9 @@ class LayerVerdict:
 
     Below 0, routing per token is worth having in this layer."""
     routing_ece: float
-    """Calibration error of "the top expert is the best expert", said with the top weight."""
+    """Calibration error of "the top expert is the best expert", said with the top weight.
+
+    Said by every key-value head where each has a route of its own."""
     forced_loss: dict[str, float]
     """Loss with each expert forced on all tokens, nats."""
     best_share: dict[str, float]
@@ -195,7 +203,7 @@ class RouteJudge:
 
         Args:
             loss: Loss of the next token ``[M]`` with the chosen routes, nats.
-            weights: Routing weights of these tokens ``[M, E]`` per layer.
+            weights: Routing weights of these tokens ``[M, E]`` or ``[M, G, E]`` per layer.
             rescore: Returns the loss anew ``[M]``; called with each expert forced.
         """
         self.num_tokens += len(loss)
@@ -210,8 +218,8 @@ class RouteJudge:
             self.best[layer] += lowest.sum().item()
             self.sums[layer][0] += forced.sum(dim=0)
             self.sums[layer][1] += torch.bincount(best, minlength=len(names))
-            confidence, top = weights[layer].cpu().max(dim=-1)
-            self.calibration[layer].add(confidence, top == best)
+            confidence, top = weights[layer].cpu().max(dim=-1)  # [M] or [M, G]
+            self.calibration[layer].add(confidence, top == best.view(-1, *[1] * (top.dim() - 1)))
 
     def verdict(self) -> RouteVerdict:
         """Figures over every token judged so far."""

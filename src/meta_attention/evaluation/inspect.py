@@ -1,6 +1,8 @@
 """Where each token of a text goes, and how sure the controllers are.
 
-Shapes: N tokens of the text, E experts of a layer.
+Where every key-value head of a token has a route of its own, a token's numbers are means over them.
+
+Shapes: N tokens of the text, E experts of a layer, G key-value heads that have routes of their own.
 """
 
 from dataclasses import asdict, dataclass
@@ -30,7 +32,7 @@ _SIGNS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 @dataclass(frozen=True, slots=True)
 class InspectedLayer:
-    """One layer's routes."""
+    """One layer's routes; means over the key-value heads where each has its own."""
 
     experts: tuple[str, ...]
     costs: list[float]
@@ -40,6 +42,8 @@ class InspectedLayer:
     """Uncertainty of each token by the name of the signal, and ``kl`` to the prior in nats.
 
     Empty in a layer of one expert. Without a prior only what the weights themselves say."""
+    num_groups: int = 1
+    """Key-value heads that have routes of their own; 1: one route for all of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,11 @@ class Inspection:
     def signals(self) -> tuple[str, ...]:
         """Names of the signals that some layer has."""
         return tuple(dict.fromkeys(name for layer in self.layers for name in layer.signals))
+
+    @property
+    def num_groups(self) -> int:
+        """Key-value heads that a token's numbers are means over; 1: it has one route for all."""
+        return max(layer.num_groups for layer in self.layers)
 
     @property
     def first_routed_layer(self) -> int:
@@ -114,7 +123,7 @@ def inspect_text(
 
 def _inspect_layer(
     layer: BayesianMetaAttentionLayer,
-    weights: Tensor,  # [1, N, E]
+    weights: Tensor,  # [1, N, E] or [1, N, G, E]
     concentration: Tensor | None,
     kl: Tensor | None,
 ) -> InspectedLayer:
@@ -125,6 +134,11 @@ def _inspect_layer(
         )
         names = POINT_SIGNALS if concentration is None else DIRICHLET_SIGNALS
         signals = {name: getattr(posterior, name) for name in names}
+    num_groups = 1
+    if weights.dim() == 4:
+        num_groups = weights.shape[2]
+        weights = weights.mean(dim=2)
+        signals = {name: values.mean(dim=2) for name, values in signals.items()}
     if kl is not None:
         signals["kl"] = kl
     return InspectedLayer(
@@ -133,6 +147,7 @@ def _inspect_layer(
         weights[0].tolist(),
         weights[0].argmax(dim=-1).tolist(),
         {name: values[0].tolist() for name, values in signals.items()},
+        num_groups,
     )
 
 

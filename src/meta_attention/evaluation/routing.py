@@ -3,7 +3,11 @@
 Pure functions of routing weights: the training logs and the evaluation say the same thing by the
 same name. A :class:`RoutingTally` adds up batches and is reduced to a :class:`RoutingSummary` once.
 
-Shapes: B batch, T sequence, E experts of a layer.
+Where every key-value head of a token has a route of its own, a mean over tokens is one over all
+their heads. Adaptivity is the mean of the heads' own: heads that differ, but treat every token
+alike, do not add to it.
+
+Shapes: B batch, T sequence, E experts of a layer, G key-value heads that have routes of their own.
 """
 
 import math
@@ -34,7 +38,9 @@ class LayerRouting:
     top_share: dict[str, float]
     """Share of the tokens whose largest weight each expert has; sums to one."""
     adaptivity: float | None
-    """I(token; route) in nats: H(mean weights) - mean H(weights). None in a static layer."""
+    """I(token; route) in nats: H(mean weights) - mean H(weights). None in a static layer.
+
+    Where key-value heads have routes of their own, the mean over these."""
     adaptivity_by_expert: dict[str, float] | None
     """Each expert's part of ``adaptivity``, at least 0; they sum to it."""
     routing_entropy: float | None
@@ -125,14 +131,15 @@ def summarise_routing(
     """Reduce the routing weights of one batch.
 
     Args:
-        weights: ``[B, T, E]`` per layer, rows summing to one.
+        weights: ``[B, T, E]`` or ``[B, T, G, E]`` per layer, rows summing to one.
         kl: Mean KL to the prior in nats: of each layer (None where there is no prior), or one
             number for the whole model, which then stands for every routed layer.
         expert_names: Names of the experts of each layer.
         costs: Cost of each expert ``[E]`` per layer.
         mask: ``[B, T]``, 0 for padding.
     """
-    tally = RoutingTally(expert_names, costs)
+    groups = [weight.shape[2] if weight.dim() == 4 else 1 for weight in weights]
+    tally = RoutingTally(expert_names, costs, groups=groups)
     tally.add(weights, mask)
     return tally.summary(kl)
 
@@ -144,6 +151,8 @@ class RoutingTally:
         expert_names: Names of the experts of each layer.
         costs: Cost of each expert ``[E]`` per layer.
         priors: Prior concentration ``[E]`` per layer, for the KL of each.
+        groups: How many key-value heads of each layer have routes of their own; default: 1, one
+            route for all of them.
     """
 
     def __init__(
@@ -151,6 +160,8 @@ class RoutingTally:
         expert_names: Sequence[Sequence[str]],
         costs: Sequence[Tensor],
         priors: Sequence[Tensor] | None = None,
+        *,
+        groups: Sequence[int] | None = None,
     ) -> None:
         if len(expert_names) != len(costs):
             raise ShapeError(
@@ -160,9 +171,16 @@ class RoutingTally:
         self.expert_names = [tuple(names) for names in expert_names]
         self.costs = [cost.double().tolist() for cost in costs]
         self.priors = priors
-        self.sums = torch.zeros(1 + sum(3 * len(n) + 2 for n in expert_names), dtype=torch.float64)
-        """Tokens; then per layer, for each expert weights, entropy terms and tokens whose top it
-        is, and the KL with the number of tokens that have one."""
+        self.groups = [1] * len(expert_names) if groups is None else list(groups)
+        if len(self.groups) != len(expert_names):
+            raise ShapeError(
+                f"routes must be given for each of {len(expert_names)} layers, got "
+                f"{len(self.groups)}"
+            )
+        sizes = [(g + 2) * len(n) + 2 for g, n in zip(self.groups, expert_names, strict=True)]
+        self.sums = torch.zeros(1 + sum(sizes), dtype=torch.float64)
+        """Tokens; then per layer, the weights of each head and expert, for each expert entropy
+        terms and tokens whose top it is, and the KL with the number of tokens that have one."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -172,6 +190,7 @@ class RoutingTally:
             [layer.expert_names for layer in layers],
             [layer.controller.costs for layer in layers],
             [layer.controller.prior_concentration for layer in layers],
+            groups=[math.prod(layer.controller.groups) for layer in layers],
         )
 
     def count(
@@ -200,8 +219,16 @@ class RoutingTally:
                     f"{list(weight.shape)}"
                 )
             weight = weight.detach().float()
+            weight = weight if weight.dim() == 4 else weight.unsqueeze(2)  # [B, T, G, E]
+            if weight.shape[2] != self.groups[index]:
+                raise ShapeError(
+                    f"weights of layer {index} must have routes for {self.groups[index]} key-value "
+                    f"heads of a token, got {weight.shape[2]}"
+                )
             top = torch.zeros_like(weight).scatter_(-1, weight.argmax(dim=-1, keepdim=True), 1.0)
-            parts = [weight, torch.special.entr(weight), top, *self._kl(index, concentrations)]
+            entropy = torch.special.entr(weight)
+            parts = [weight.flatten(2), entropy.mean(dim=2), top.mean(dim=2)]  # [B, T, columns]
+            parts += self._kl(index, concentrations)
             for part in parts:
                 kept = part.masked_fill(is_token.unsqueeze(-1) == 0, 0.0)
                 columns.append(kept.sum(dim=1, dtype=wide))
@@ -218,10 +245,10 @@ class RoutingTally:
         """Count the tokens of one batch.
 
         Args:
-            weights: ``[B, T, E]`` per layer.
+            weights: ``[B, T, E]`` or ``[B, T, G, E]`` per layer.
             mask: ``[B, T]``, 0 for padding.
-            concentrations: ``[B, T, E]`` per layer, None without a prior. For the KL, which needs
-                the priors.
+            concentrations: Of the same shapes per layer, None without a prior. For the KL, which
+                needs the priors.
         """
         counted = self.count(weights, mask, concentrations).sum(dim=0)
         self.sums = self.sums.to(counted) + counted
@@ -240,17 +267,18 @@ class RoutingTally:
         num_tokens, *sums = sums_of_tokens.tolist()
         given = kl if isinstance(kl, Sequence) else [kl] * len(self.expert_names)
         layers, begin = [], 0
-        for names, costs, layer_kl in zip(self.expert_names, self.costs, given, strict=True):
+        per_layer = zip(self.expert_names, self.costs, self.groups, given, strict=True)
+        for names, costs, groups, layer_kl in per_layer:
             size = len(names)
-            share, entropy, top = (
+            *shares, entropy, top = (
                 [value / max(num_tokens, 1.0) for value in sums[i : i + size]]
-                for i in range(begin, begin + 3 * size, size)
+                for i in range(begin, begin + (groups + 2) * size, size)
             )
-            begin += 3 * size + 2
+            begin += (groups + 2) * size + 2
             kl_sum, kl_tokens = sums[begin - 2 : begin]
             if layer_kl is None and kl_tokens:
                 layer_kl = kl_sum / kl_tokens
-            layers.append(_layer(names, costs, share, entropy, top, layer_kl))
+            layers.append(_layer(names, costs, shares, entropy, top, layer_kl))
         return RoutingSummary(layers, _mean([layer.kl for layer in layers]), int(num_tokens))
 
     def _kl(self, index: int, concentrations: Sequence[Tensor | None] | None) -> list[Tensor]:
@@ -261,21 +289,25 @@ class RoutingTally:
         kl = RoutingPosterior(concentration.detach()).kl_to(
             self.priors[index].to(concentration.device)
         )
+        kl = kl.mean(dim=2) if kl.dim() == 3 else kl
         return [torch.stack([kl, torch.ones_like(kl)], dim=-1)]
 
 
 def _layer(
     names: tuple[str, ...],
     costs: list[float],
-    share: list[float],
+    shares: list[list[float]],
     entropy: list[float],
     top: list[float],
     kl: float | None,
 ) -> LayerRouting:
-    """One layer from its means over tokens, each a list of E numbers."""
+    """One layer from its means over tokens, each a list of E numbers, the shares one per head."""
     is_static = len(names) == 1
+    by_expert = list(zip(*shares, strict=True))  # [E][G]
+    share = [sum(heads) / len(heads) for heads in by_expert]
+    spread = [sum(map(_entropy_term, heads)) / len(heads) for heads in by_expert]
     # entropy is concave, so each term is at least 0 but for rounding
-    parts = [max(0.0, _entropy_term(s) - e) for s, e in zip(share, entropy, strict=True)]
+    parts = [max(0.0, s - e) for s, e in zip(spread, entropy, strict=True)]
     return LayerRouting(
         experts=names,
         share=dict(zip(names, share, strict=True)),

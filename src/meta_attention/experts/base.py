@@ -75,7 +75,11 @@ class Expert(nn.Module):
     def attend(
         self, heads: Heads, x: Tensor, mask: Tensor | None, queries: QueryList, rows: Tensor
     ) -> Tensor:
-        """``rows`` ``[B, T, H, P]`` with those of the listed tokens written; others as they are."""
+        """``rows`` ``[B, T, H, P]`` with those of the listed tokens written; others as they are.
+
+        Where every key-value head has its own list, a token may be listed for some heads only:
+        ``queries.is_listed`` has an axis for them.
+        """
         return keep_listed(queries, self(heads, x, mask), rows)
 
     def flops(self, length: int) -> float:

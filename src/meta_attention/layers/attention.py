@@ -1,6 +1,7 @@
 """The routed attention layer. ``forward`` is the pipeline.
 
-Shapes: B batch, T sequence, D width, H heads, P head width, E experts.
+Shapes: B batch, T sequence, D width, H heads, P head width, E experts, G key-value heads where each
+has a route of its own.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, P] each
 class LayerOutput:
     """Attention output with the routing it was produced by.
 
-    What only the objective needs is worked out when asked for: inference never asks.
+    What only the objective needs is worked out when asked for: inference never asks. It is of
+    tokens, also where their key-value heads have routes of their own: the mean over these, so that
+    ``kl_weight`` and ``cost_weight`` mean the same as with one route for all.
     """
 
     output: Tensor  # [B, T, D], zero for padding
@@ -45,7 +48,7 @@ class LayerOutput:
     @property
     def kl(self) -> Tensor:
         """Of the posterior to the prior [B, T] in nats, zero for padding."""
-        return self._drop_padding(self.posterior.kl_to(self.prior_concentration))
+        return self._of_tokens(self.posterior.kl_to(self.prior_concentration))
 
     @property
     def projected_cost(self) -> Tensor:
@@ -56,14 +59,18 @@ class LayerOutput:
             # however cheap; a cost is known of all experts, so the whole belief learns of it
             mean = self.posterior.mean
             weights = weights.detach() + (mean - mean.detach())
-        return self._drop_padding((weights * self.costs).sum(dim=-1))
+        return self._of_tokens((weights * self.costs).sum(dim=-1))
 
-    def _drop_padding(self, x: Tensor) -> Tensor:
+    def _of_tokens(self, x: Tensor) -> Tensor:
+        """[B, T] from [B, T] or [B, T, G], zero for padding."""
+        x = x.mean(dim=2) if x.dim() == 3 else x
         return x if self.is_padding is None else x.masked_fill(self.is_padding, 0.0)
 
 
 class BayesianMetaAttentionLayer(nn.Module):
     """Attention whose algorithm is chosen per token; stands where self-attention stands.
+
+    With ``route_granularity="kv_head"`` it is chosen per key-value head of a token.
 
     Args:
         config: Model configuration.
@@ -194,10 +201,16 @@ class BayesianMetaAttentionLayer(nn.Module):
         if not self.config.shared_projections:
             outputs = [self._output(index, row) for index, row in enumerate(rows)]
             return route_merge(routes.weights, outputs, only_listed=only_listed, impl=impl)
+        weights, shape = routes.weights, rows[0].shape
+        if weights.dim() == 4:
+            # the heads of a group have weights of their own, as if they were a token
+            weights = weights.flatten(1, 2)  # [B, T * G, E]
+            rows = [row.reshape(*weights.shape[:2], -1) for row in rows]
         if plan is not None and plan.is_exclusive:
-            return self._output(0, take_chosen(routes.weights, rows[0]))
-        merged = route_merge(routes.weights, rows, only_listed=only_listed, impl=impl)
-        return self._output(0, merged)
+            merged = take_chosen(weights, rows[0])
+        else:
+            merged = route_merge(weights, rows, only_listed=only_listed, impl=impl)
+        return self._output(0, merged.reshape(shape))
 
     def _output(self, index: int, rows: Tensor) -> Tensor:
         """Rows [B, T, H * P] through an output projection: [B, T, D]."""

@@ -3,7 +3,8 @@
 The first is for soft routes, which take every expert; the second for hard and gated ones. The third
 is a decoding step, and does what either would: it adds up the experts of a row in one launch.
 
-Shapes: B batch, T sequence, D width, H heads, P head width, E experts.
+Shapes: B batch, T sequence, D width, H heads, P head width, E experts, G key-value heads where each
+has a route of its own, otherwise 1.
 """
 
 from typing import NamedTuple
@@ -151,11 +152,12 @@ class ExpertExecution:
         step: DecodeStep,
         memory: RoutedCacheLayer,
     ) -> Tensor:
-        """Rows [B, 1, H * P] of the newest tokens, their experts summed by weight [B, 1, E].
+        """Rows [B, 1, H * P] of the newest tokens, their experts summed by weight.
 
-        One launch, and another for each expert that has a say in what becomes of its rows.
+        The weights are [B, 1, E] or [B, 1, G, E]. One launch, and another for each expert that has
+        a say in what becomes of its rows.
         """
-        weights = weights.squeeze(1)  # [B, E]
+        weights = weights.squeeze(1) if weights.dim() == 4 else weights  # [B, G, E]
         windows: dict[int, int | None] = {}
         finished: dict[int, SoftmaxExpert] = {}
         linear = None
@@ -201,8 +203,9 @@ class ExpertExecution:
             # weighted after it is finished
             own = attend((weights > 0).to(weights.dtype), {index: windows[index]}, None)
             own = softmax.finish(own.unsqueeze(1), x).squeeze(1)
-            weight = weights[:, index, None, None]
-            rows.append(torch.where(weight > 0, weight * own, 0.0).to(dtype))
+            own = own.unflatten(1, (weights.shape[1], -1))  # [B, G, heads of a group, P]
+            weight = weights[..., index, None, None]
+            rows.append(torch.where(weight > 0, weight * own, 0.0).to(dtype).flatten(1, 2))
         memory.advance(1)
         merged = rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
         return merged.to(newest.query.dtype).flatten(1).unsqueeze(1)

@@ -140,6 +140,11 @@ class MetaAttentionStaticCache(MetaAttentionCache):
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that a captured step writes, which the host does not see."""
+        if self.padding is not None and (self.padding.ends or self.padding.has_gaps):
+            raise CacheError(
+                "a captured step knows of padding before a row's tokens only; pad prompts on the "
+                "left, or call the model itself"
+            )
         self._check_room(None, self.get_seq_length() + num_tokens)
         for layer in self.layers:
             layer.advance(num_tokens)

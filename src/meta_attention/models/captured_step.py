@@ -48,16 +48,18 @@ class CapturedStep:
                 logits: Tensor = model(self.input_ids, past_key_values=cache, use_cache=True).logits
             return logits
 
-        # allocate the cache and compile the kernels, on a stream of its own as graphs ask
-        stream = torch.cuda.Stream(model.device)
-        stream.wait_stream(torch.cuda.current_stream(model.device))
-        with torch.cuda.stream(stream):
-            run()
-            cache.reset()
-        torch.cuda.current_stream(model.device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = run()
+        # graphs are captured on the current device
+        with torch.cuda.device(model.device):
+            # allocate the cache and compile the kernels, on a stream of its own as graphs ask
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()
+                cache.reset()
+            torch.cuda.current_stream().wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.logits = run()
         # capturing has counted a token that nobody wrote
         cache.reset()
 
@@ -69,6 +71,7 @@ class CapturedStep:
                 f"got {list(input_ids.shape)}"
             )
         self.cache.advance(1)
-        self.input_ids.copy_(input_ids)
-        self.graph.replay()
+        with torch.cuda.device_of(self.input_ids):
+            self.input_ids.copy_(input_ids)
+            self.graph.replay()
         return self.logits

@@ -38,7 +38,7 @@ class RoutedModelOutput(ModelOutput):
     past_key_values: Cache | None = None
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
-    routing_weights: tuple[Tensor, ...] | None = None  # one [B, T, E] per layer
+    routing_weights: tuple[Tensor, ...] | None = None  # [B, T, E] or [B, T, G, E] per layer
     concentrations: tuple[Tensor | None, ...] | None = None  # likewise; None without a prior
     hidden_states: tuple[Tensor, ...] | None = None
 
@@ -53,7 +53,7 @@ class RoutedCausalLMOutput(ModelOutput):
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
     logits: Tensor | None = None  # [B, T, V]
     past_key_values: Cache | None = None
-    routing_weights: tuple[Tensor, ...] | None = None  # one [B, T, E] per layer
+    routing_weights: tuple[Tensor, ...] | None = None  # [B, T, E] or [B, T, G, E] per layer
     concentrations: tuple[Tensor | None, ...] | None = None  # likewise; None without a prior
     hidden_states: tuple[Tensor, ...] | None = None
 

@@ -75,6 +75,8 @@ def _summary(inspection: Inspection) -> str:
     if losses:
         facts.append(f"loss {sum(losses) / len(losses):.3f} nats per token")
     facts.append(f"projected cost {routing.projected_cost:.1%} of full attention")
+    if inspection.num_groups > 1:
+        facts.append(f"routes are means over {inspection.num_groups} key-value heads")
     return ", ".join(facts)
 
 

@@ -52,6 +52,9 @@ def print_text(console: Console, inspection: Inspection, layer_idx: int, quantit
             f"got {quantity!r}"
         )
     name = quantity if quantity == "loss" else f"{quantity} in layer {layer_idx}"
+    groups = inspection.layers[layer_idx].num_groups
+    if quantity != "loss" and groups > 1:
+        name += f", mean over {groups} key-value heads"
     _print_heat(console, inspection.tokens, known[quantity], name)
 
 
@@ -124,6 +127,8 @@ def _print_experts(console: Console, inspection: Inspection, layer_idx: int) -> 
     legend = Text(f"layer {layer_idx}: ")
     for expert, cost in zip(layer.experts, layer.costs, strict=True):
         legend.append(f" {expert} ", _style(colours[expert], 1.0)).append(f" cost {cost:.3g}  ")
+    if layer.num_groups > 1:
+        legend.append(f"mean over {layer.num_groups} key-value heads")
     console.print(legend)
     console.print(text)
 

@@ -6,7 +6,7 @@ from meta_attention.controller import Posterior
 
 
 def uncertainty_of(posterior: Posterior, signal: str) -> Tensor:
-    """Uncertainty ``[B, T]`` by ``uncertainty_signal``: higher is less sure.
+    """Uncertainty ``[B, T]`` or ``[B, T, G]`` by ``uncertainty_signal``: higher is less sure.
 
     The margin, which is high where the controller is sure, counts as 1 - margin.
     """

@@ -1,7 +1,10 @@
 """Posterior -> routes: how belief about a token becomes weights on the experts.
 
 A token is routed by its own posterior, never by its rank in the sequence: that would read the
-future.
+future. Where every key-value head of a token has a posterior, what is said here of a token holds
+for each of them.
+
+Shapes: B batch, T sequence, E experts, G key-value heads that have routes of their own.
 """
 
 from dataclasses import dataclass
@@ -20,14 +23,14 @@ MIN_PROBABILITY = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Where every token goes."""
+    """Where every token goes, or every key-value head of it."""
 
-    weights: Tensor  # [B, T, E], float32, rows sum to one
-    hard: Tensor  # [B, T] bool: the token takes one expert only
+    weights: Tensor  # [B, T, E] or [B, T, G, E], float32, rows sum to one
+    hard: Tensor  # [B, T] or [B, T, G] bool: it takes one expert only
 
     @property
     def expert(self) -> Tensor:
-        """Index of the expert of largest weight [B, T]; for a hard token the only one."""
+        """Index of the expert of largest weight [B, T] or [B, T, G]; the only one if hard."""
         return self.weights.argmax(dim=-1)
 
 

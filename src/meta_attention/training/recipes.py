@@ -12,6 +12,7 @@ from meta_attention.config import (
     ControllerName,
     MetaAttentionConfig,
     RouteGradient,
+    RouteGranularity,
     RoutingName,
     Signal,
     TrainingWeights,
@@ -66,6 +67,7 @@ class Settings:
     controller: ControllerName = "bayesian"
     training_weights: TrainingWeights = "mean"
     route_gradient: RouteGradient = "all"
+    route_granularity: RouteGranularity = "token"
 
     # training
     steps: int
@@ -134,6 +136,7 @@ class Settings:
             controller=self.controller,
             training_weights=self.training_weights,
             route_gradient=self.route_gradient,
+            route_granularity=self.route_granularity,
             kl_weight=self.kl_weight.end,
             routing=self.routing,
             uncertainty_signal=self.uncertainty_signal,
