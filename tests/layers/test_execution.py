@@ -385,3 +385,12 @@ def test_an_expert_nobody_chose_has_a_gradient_of_zero(routing, impl, kernel_dev
     assert [name for name, grad in found.items() if grad is None] == []
     assert found["projections.1.q_proj.weight"].abs().max() > 0
     assert found["projections.0.q_proj.weight"].abs().max() == 0
+
+
+def test_a_token_that_is_routed_nowhere_does_not_look_routed():
+    """A belief of NaN is in no list: what the buffer held before must not pass for its row."""
+    layer = make_layer(torch.float32, routing="hard", route_gradient="chosen").train()
+    with torch.no_grad():
+        layer.controller.mlp[-1].bias.fill_(float("nan"))
+    x = torch.randn(1, 6, layer.config.hidden_size)
+    assert layer(x).output.isnan().all()

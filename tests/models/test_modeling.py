@@ -342,3 +342,9 @@ def test_bfloat16_on_the_gpu_decodes_as_it_prefills(make_model, tokens):
     error = (torch.cat(steps, dim=1) - whole).float().abs().max()
     assert error <= 0.05 * whole.float().abs().max()
     assert model.generate(ids, max_new_tokens=8, do_sample=False).shape == (2, 32)
+
+
+def test_reentrant_checkpointing_is_refused(make_model):
+    """It would train next to nothing, without a word."""
+    with pytest.raises(ConfigError, match="use_reentrant=False"):
+        make_model().gradient_checkpointing_enable({"use_reentrant": True})

@@ -41,6 +41,7 @@ def test_the_command_line_knows_every_recipe_and_setting():
         (cli.Controller, options.ControllerName),
         (cli.Weights, options.TrainingWeights),
         (cli.RouteGradient, options.RouteGradient),
+        (cli.RouteGranularity, options.RouteGranularity),
         (cli.Routing, options.RoutingName),
         (cli.Signal, options.Signal),
     ],

@@ -86,9 +86,15 @@ class ExpertExecution:
         query = next(iter(heads.values())).query
         # where each token takes one expert and all share what follows, they share a buffer
         shares = plan.is_exclusive and self.config.shared_projections
-        buffers = [torch.zeros_like(query) if self._leaves_gaps(mask) else torch.empty_like(query)]
         if not shares:
             buffers = [torch.zeros_like(query) for _ in self.experts]
+        elif self._leaves_gaps(mask):
+            buffers = [torch.zeros_like(query)]
+        elif torch.is_grad_enabled():
+            # a training gone wrong may route a token nowhere; its row must not look like one
+            buffers = [torch.full_like(query, float("nan"))]
+        else:
+            buffers = [torch.empty_like(query)]
 
         for kind, windows in self._windows_by_kind().items():
             rows = routed_attention(

@@ -79,6 +79,18 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
+    def gradient_checkpointing_enable(  # type: ignore[override]  # versions differ in the rest
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """As in Transformers, but never reentrant: that sees no gradient in a block's output."""
+        options = gradient_checkpointing_kwargs or {}
+        if options.get("use_reentrant"):
+            raise ConfigError(
+                "gradient checkpointing must have use_reentrant=False: blocks return more than "
+                "tensors, and most parameters would get no gradient"
+            )
+        super().gradient_checkpointing_enable({"use_reentrant": False} | options, **kwargs)
+
     def set_uncertainty_threshold(self, threshold: float) -> None:
         """Gate all layers at ``threshold`` from now on, as a schedule does in training."""
         if self.config.routing != "gated":
@@ -180,7 +192,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         outputs: list[LayerOutput] = []
         hidden_states = [x]
         for block in self.layers:
-            # positional, so that the checkpointed gradient flows also in reentrant mode
+            # positional, as checkpointing passes them on
             out = block(x, mask, position_ids, document_ids, cache, rotation, step)
             x = out.output
             # of the states of all layers, long prompts have room for few

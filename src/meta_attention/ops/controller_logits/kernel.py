@@ -34,7 +34,7 @@ def controller_logits_kernel(
     D,
     W,
     max_positions,
-    E: tl.constexpr,
+    E,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -70,7 +70,7 @@ def controller_logits_kernel(
     hidden += position[:, None] * tl.load(last + 1, mask=is_column, other=0.0)[None, :]
     hidden += tl.load(bias1_ptr + w, mask=is_column, other=0.0)[None, :]
     hidden = 0.5 * hidden * (1.0 + tl.erf(hidden * 0.7071067811865476))
-    for e in tl.static_range(E):
+    for e in range(E):
         weight = tl.load(weight2_ptr + e * W + w, mask=is_column, other=0.0)
         logit = tl.sum(hidden * weight[None, :], 1) + tl.load(bias2_ptr + e)
         tl.store(logits_ptr + token * E + e, logit, mask=is_token)
@@ -99,7 +99,7 @@ class ControllerLogits(torch.autograd.Function):
                 D,
                 W,
                 max_positions,
-                E=E,
+                E,
                 TOKENS=TOKENS,
                 CHANNELS=CHANNELS,
                 BLOCK_W=max(triton.next_power_of_2(W), 16),
