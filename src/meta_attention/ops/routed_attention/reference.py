@@ -7,7 +7,7 @@ A block is one call of PyTorch's fused attention, so the cost follows the lists.
 the host: on a GPU this waits for the device, which the kernel does not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -29,51 +29,55 @@ def routed_attention_reference(
     mask: Tensor | None,
     rows: Tensor | None,
 ) -> Tensor:
-    B = query.shape[0]
+    B, T, H, P = query.shape
     G = plan.counts.shape[1]
     # [B, T, G, heads of a group, P]: each group has its own lists
     queries, keys, values = (x.unflatten(2, (G, -1)) for x in (query, key, value))
-    empty = torch.zeros_like(query) if rows is None else rows
-    base = empty.unflatten(2, (G, -1))
     counts: list[list[list[int]]] = plan.counts.tolist()
+
+    def rows_of(index: int, b: int, g: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows of a list block by block, and where they belong among all of [B * T * G]."""
+        order = plan.positions[b, g, index, : counts[b][g][index]].long()
+        window = windows[index]
+        for block in order.split(FULL_BLOCK if window is None else LOCAL_BLOCK):
+            if len(block):
+                marks = None if mask is None else mask[b]
+                heads = (queries[b, :, g], keys[b, :, g], values[b, :, g])
+                yield (b * T + block) * G + g, _attend(*heads, block, window, causal, marks)
 
     buffers = []
     # one buffer for all lists, or one for each
     for lists in [list(windows)] if plan.is_exclusive else [[index] for index in windows]:
-        batch = []
-        for b in range(B):
-            groups = []
-            for g in range(G):
-                blocks, positions = [], []
-                for index in lists:
-                    order = plan.positions[b, g, index, : counts[b][g][index]].long()
-                    window = windows[index]
-                    for block in order.split(FULL_BLOCK if window is None else LOCAL_BLOCK):
-                        if not len(block):
-                            continue
-                        positions.append(block)
-                        blocks.append(
-                            _attend(
-                                queries[b, :, g],
-                                keys[b, :, g],
-                                values[b, :, g],
-                                block,
-                                window,
-                                causal,
-                                None if mask is None else mask[b],
-                            )
-                        )
-                if not blocks:
-                    # no rows, but a graph: where nobody is listed the gradient is zero, not none
-                    heads = (keys[b, :0, g] + values[b, :0, g]).repeat_interleave(
-                        queries.shape[3] // keys.shape[3], dim=1
-                    )
-                    positions.append(plan.positions[b, g, 0, :0].long())
-                    blocks.append(queries[b, :0, g] + heads)
-                groups.append(base[b, :, g].index_copy(0, torch.cat(positions), torch.cat(blocks)))
-            batch.append(torch.stack(groups, dim=1).flatten(1, 2))
-        buffers.append(torch.stack(batch))
+        buffer = torch.zeros_like(query) if rows is None else rows
+        found = (
+            entry
+            for index in lists
+            for b in range(B)
+            for g in range(G)
+            for entry in rows_of(index, b, g)
+        )
+        buffers.append(_put(buffer, found, (B * T * G, H // G, P), (query, key, value)))
     return buffers[0] if plan.is_exclusive else torch.stack(buffers)
+
+
+def _put(
+    buffer: Tensor,
+    found: Iterator[tuple[Tensor, Tensor]],
+    shape: tuple[int, int, int],
+    inputs: tuple[Tensor, ...],
+) -> Tensor:
+    """``buffer`` [B, T, H, P] with rows in their places: in itself, or in a copy with a graph."""
+    has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (buffer, *inputs))
+    if not has_graph and buffer.is_contiguous():
+        for places, rows in found:
+            buffer.view(shape).index_copy_(0, places, rows)
+        return buffer
+    entries = list(found)
+    if not entries:
+        # no rows, but a graph: where nobody is listed the gradient is zero, not none
+        return buffer + sum(x[:, :0].sum() for x in inputs)
+    places, blocks = (torch.cat(parts) for parts in zip(*entries, strict=True))
+    return buffer.reshape(shape).index_copy(0, places, blocks).view_as(buffer)
 
 
 def _attend(
