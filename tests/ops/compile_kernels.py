@@ -1,0 +1,97 @@
+"""Compile every kernel for a Hopper GPU on a machine without one; run by test_compile.py.
+
+The interpreter runs what the compiler refuses, and cannot run Gluon at all. Here a driver that
+launches nothing answers the compiler's questions, and launches stop at the machine code.
+"""
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class NoDriver:
+    """Of a Hopper GPU that is not there."""
+
+    class utils:
+        @staticmethod
+        def get_device_properties(device):
+            return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, kind):
+        return "int"
+
+
+def compile_only(kernel, grid):
+    def launch(*args, **kwargs):
+        compiled = kernel.warmup(*args, grid=grid, **kwargs)
+        assert compiled.asm["cubin"]
+        assert compiled.metadata.shared <= 232448, kernel.__name__
+        print(kernel.__name__)
+
+    return launch
+
+
+driver.set_active(NoDriver())
+JITFunction.__getitem__ = compile_only
+GluonJITFunction.__getitem__ = compile_only
+
+
+def main():
+    from meta_attention.ops.controller_logits import Network
+    from meta_attention.ops.controller_logits.kernel import controller_logits_triton
+    from meta_attention.ops.linear_attention.kernel import linear_attention_triton
+    from meta_attention.ops.rotary.kernel import rotate_triton
+    from meta_attention.ops.route_merge.kernel import route_merge_triton
+    from meta_attention.ops.route_plan import RoutePlan
+    from meta_attention.ops.route_plan.kernel import plan_routes_triton
+    from meta_attention.ops.routed_attention import hopper, kernel
+    from meta_attention.ops.routed_decode import LinearStep
+    from meta_attention.ops.routed_decode.kernel import routed_decode_triton
+
+    B, T, H, K, P = 2, 512, 8, 4, 128
+    half = torch.bfloat16
+    heads = [torch.zeros(B, T, n, P, dtype=half, requires_grad=True) for n in (H, K, K)]
+    plan = RoutePlan(*plan_routes_triton(torch.zeros(B, T, 1, 3), None), True)
+    windows = {0: None, 1: 256}
+    can_run = hopper.can_run
+    for plain in (True, False):
+        # Gluon where the case is plain, Triton where it is not
+        hopper.can_run = (lambda *_: True) if plain else can_run
+        rows = kernel.routed_attention_triton(*heads, plan, windows, True, None, None)
+        torch.autograd.grad(rows.sum(), heads)
+    rows, _ = linear_attention_triton(
+        *heads, None, None, None, True, plan.list_of(2), torch.zeros(B, T, H, P, dtype=half)
+    )
+    torch.autograd.grad(rows.sum(), heads)
+
+    x = torch.zeros(B, T, 256, dtype=half)
+    network = Network(torch.zeros(64, 258), torch.zeros(64), torch.zeros(3, 64), torch.zeros(3))
+    controller_logits_triton(x, torch.zeros(B, T, dtype=torch.long), network, 1024)
+    table = torch.zeros(1, T, P, dtype=half)
+    rotate_triton(heads[0].detach(), table, table)
+    route_merge_triton(torch.zeros(B, T, 3), [x, x, x], False)
+
+    query, new = torch.zeros(B, H, P, dtype=half), torch.zeros(B, K, P, dtype=half)
+    cache = torch.zeros(B, K, T, P, dtype=half)
+    step = LinearStep(2, query, new, new, torch.zeros(B, K, P, P + 1))
+    length = torch.zeros(1, dtype=torch.int32)
+    weights = torch.zeros(B, 1, 3)
+    routed_decode_triton(query, cache, cache, weights, windows, length, None, None, step)
+
+
+if __name__ == "__main__":
+    main()
