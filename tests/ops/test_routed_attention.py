@@ -167,6 +167,15 @@ def test_reference_is_the_definition_gradients_included(case):
         torch.testing.assert_close(ours[name], exact[name], rtol=1e-9, atol=1e-9)
 
 
+def test_long_lists_go_in_longer_blocks(monkeypatch):
+    module = "meta_attention.ops.routed_attention.reference"
+    sizes = {"FULL_BLOCK": 7, "LONG_FULL_BLOCK": 20, "LOCAL_BLOCK": 5, "LONG_LIST": 30}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"{module}.{name}", size)
+    for case in (Case(T=50), Case(T=110), Case(T=64, routes="full")):
+        test_reference_is_the_definition_gradients_included(case)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_are_the_definition_gradients_included(case, kernel_device):
     exact, plain = define(case, torch.float64), define(case, torch.float32)

@@ -15,8 +15,10 @@ from torch import Tensor
 from meta_attention.ops.heads import masked_attention, sees
 from meta_attention.ops.route_plan import RoutePlan
 
-# queries of a block: more see more keys in vain, fewer pay for more calls
-FULL_BLOCK, LOCAL_BLOCK = 256, 64
+# queries of a block: more see more keys in vain, fewer pay for more calls. PyTorch's kernel is
+# faster from 768 queries on, which long lists have to spare
+FULL_BLOCK, LONG_FULL_BLOCK, LOCAL_BLOCK = 256, 768, 64
+LONG_LIST = 4 * LONG_FULL_BLOCK
 
 
 def routed_attention_reference(
@@ -39,7 +41,10 @@ def routed_attention_reference(
         """Rows of a list block by block, and where they belong among all of [B * T * G]."""
         order = plan.positions[b, g, index, : counts[b][g][index]].long()
         window = windows[index]
-        for block in order.split(FULL_BLOCK if window is None else LOCAL_BLOCK):
+        size = LOCAL_BLOCK
+        if window is None:
+            size = FULL_BLOCK if len(order) < LONG_LIST else LONG_FULL_BLOCK
+        for block in order.split(size):
             if len(block):
                 marks = None if mask is None else mask[b]
                 heads = (queries[b, :, g], keys[b, :, g], values[b, :, g])
