@@ -70,6 +70,11 @@ def drop_padding(rows: Tensor, mask: Tensor | None) -> Tensor:
     return rows if mask is None else rows.masked_fill((mask == 0)[:, :, None, None], 0.0)
 
 
+def last_contiguous(x: Tensor) -> Tensor:
+    """``x``, or a copy whose last axis lies in one piece, as kernels read it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """Fused softmax attention ``[B, H, T, P]`` under an explicit mask ``[B, 1, T, S]``.
 

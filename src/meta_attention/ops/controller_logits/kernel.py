@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.controller_logits.reference import controller_logits_reference
+from meta_attention.ops.heads import last_contiguous
 
 # tokens of a program, and channels of the hidden state at a time
 TOKENS, CHANNELS = 64, 64
@@ -127,5 +128,4 @@ class ControllerLogits(torch.autograd.Function):
 def controller_logits_triton(
     x: Tensor, position_ids: Tensor, network: tuple[Tensor, ...], max_positions: int
 ) -> Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    return ControllerLogits.apply(x, position_ids, max_positions, *network)
+    return ControllerLogits.apply(last_contiguous(x), position_ids, max_positions, *network)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.linear_attention.backward import (
     linear_attention_bwd_decay_kernel,
     linear_attention_bwd_key_kernel,
@@ -190,7 +191,7 @@ def _plan_launch(
         "HAS_LIST": queries is not None,
     }
     if queries is not None:
-        positions, ranks = (_last_contiguous(x) for x in (queries.positions, queries.ranks))
+        positions, ranks = (last_contiguous(x) for x in (queries.positions, queries.ranks))
         is_shared = positions.shape[1] == 1
         lists |= {
             "positions_ptr": positions,
@@ -308,7 +309,7 @@ class _LinearAttention(torch.autograd.Function):
         B, T, H, P = query.shape
         K, N, chunk = launch.K, launch.N, launch.tiles.chunk
         has_decay = launch.tokens["HAS_DECAY"]
-        passed, grad = grad, _last_contiguous(grad)
+        passed, grad = grad, last_contiguous(grad)
         states, norms, _, features = _states(launch, key, value, initial_state)
 
         new = torch.zeros if launch.lists["HAS_LIST"] else torch.empty
@@ -403,10 +404,6 @@ def _d_decay(launch: Launch, row_terms: Tensor, key_terms: Tensor, products: Ten
     return d_decay
 
 
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @torch.compiler.disable
 def linear_attention_triton(
     query: Tensor,
@@ -422,7 +419,7 @@ def linear_attention_triton(
     if rows is None:
         new = torch.empty if queries is None else torch.zeros
         rows = new(query.shape, dtype=query.dtype, device=query.device)
-    query, key, value = (_last_contiguous(x.to(query.dtype)) for x in (query, key, value))
+    query, key, value = (last_contiguous(x.to(query.dtype)) for x in (query, key, value))
     # Triton launches on the current device; backward runs on that of its forward anyway
     with torch.cuda.device_of(query):
         return _LinearAttention.apply(

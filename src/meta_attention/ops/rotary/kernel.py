@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meta_attention.ops.heads import last_contiguous
+
 
 @triton.jit
 def rotate_kernel(
@@ -55,7 +57,7 @@ def rotate_kernel(
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
     B, T, H, P = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
+    x = last_contiguous(x)
     out = torch.empty(B, T, H, P, dtype=x.dtype, device=x.device)
     block = max(triton.next_power_of_2(P // 2), 1)
     block_h = min(triton.next_power_of_2(H), max(2048 // block, 1))

@@ -108,10 +108,8 @@ def attend(
     v_desc,
     k_ptr,
     v_ptr,
-    k_row,
-    v_row,
-    k_column,
-    v_column,
+    row,
+    column,
     stride_ks,
     stride_vs,
     marks_ptr,
@@ -133,7 +131,7 @@ def attend(
     """Go on with a softmax over the keys from ``begin`` to ``end``, tile by tile."""
     for first in range(begin, end, KEYS):
         k = load_tile(
-            k_desc, k_ptr, k_row, k_column, stride_ks, first, S, KEYS, WIDTH, BLOCK_P, TMA, MASKED
+            k_desc, k_ptr, row, column, stride_ks, first, S, KEYS, WIDTH, BLOCK_P, TMA, MASKED
         )
         scores = tl.dot(q, k.T, input_precision=PRECISION)
         if MASKED:
@@ -151,7 +149,7 @@ def attend(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         v = load_tile(
-            v_desc, v_ptr, v_row, v_column, stride_vs, first, S, KEYS, WIDTH, BLOCK_P, TMA, MASKED
+            v_desc, v_ptr, row, column, stride_vs, first, S, KEYS, WIDTH, BLOCK_P, TMA, MASKED
         )
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
@@ -279,17 +277,17 @@ def routed_attention_fwd_kernel(
     column = kv * desc_columns_h
     factor = scale * LOG2_E
     acc, top, total = attend(
-        q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, row, column, column, stride_ks,
+        q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
         stride_vs, marks_ptr, low, high, marks, begin, inner, S, factor,
         KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS,
     )  # fmt: skip
     acc, top, total = attend(
-        q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, row, column, column, stride_ks,
+        q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
         stride_vs, marks_ptr, low, high, marks, inner, outer, S, factor,
         KEYS, WIDTH, BLOCK_P, PRECISION, TMA, False, HAS_MARKS,
     )  # fmt: skip
     acc, top, total = attend(
-        q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, row, column, column, stride_ks,
+        q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
         stride_vs, marks_ptr, low, high, marks, outer, end, S, factor,
         KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS,
     )  # fmt: skip

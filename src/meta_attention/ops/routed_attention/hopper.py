@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2_E = gl.constexpr(1.4426950408889634)
+from meta_attention.ops.routed_attention.forward import LOG2_E
 
 QUERIES = 128
 KEYS = 128

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.route_plan.reference import RANK_BLOCK
-from meta_attention.ops.routed_attention.hopper import LOG2_E, copy_tile
+from meta_attention.ops.routed_attention.forward import LOG2_E
+from meta_attention.ops.routed_attention.hopper import copy_tile
 
 QUERIES = 64
 KEYS = 128

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
 from meta_attention.ops.routed_attention import hopper, hopper_backward
 from meta_attention.ops.routed_attention.backward import (
@@ -45,39 +46,42 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# shared memory that the larger tiles of half precision need; smaller GPUs have 99 KiB
+# by the pass: for float32, and for half precision by head width. The tiles of queries of the key
+# gradient divide those of the query gradient, which packs them
+FLOAT32_TILES = {
+    "forward": Tiles(64, 32, 4, 2),
+    "query gradient": Tiles(32, 32, 4, 1),
+    "key gradient": Tiles(32, 64, 4, 1),
+}
+HALF_TILES = {
+    "forward": {
+        64: Tiles(128, 64, 4, 3), 128: Tiles(128, 128, 8, 3), 256: Tiles(128, 64, 8, 2)
+    },
+    "query gradient": {
+        64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(64, 32, 8, 2)
+    },
+    "key gradient": {
+        64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 2), 256: Tiles(32, 64, 8, 2)
+    },
+}  # fmt: skip
+
+# where that does not fit: many GPUs have 99 KiB of shared memory
 LARGE_TILES = 164 * 1024
+SMALL_TILES = {
+    "forward": {128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)},
+    "query gradient": {128: Tiles(64, 64, 4, 2), 256: Tiles(32, 32, 4, 2)},
+    "key gradient": {128: Tiles(64, 64, 4, 2), 256: Tiles(32, 32, 4, 2)},
+}
 
 
-def forward_tiles(width: int, itemsize: int, shared_memory: int) -> Tiles:
+def choose_tiles(kernel: str, width: int, itemsize: int, shared_memory: int) -> Tiles:
     if itemsize > 2:
-        return Tiles(64, 32, 4, 2)
-    if width <= 64:
-        return Tiles(128, 64, 4, 3)
+        return FLOAT32_TILES[kernel]
+    table = HALF_TILES[kernel]
     if shared_memory < LARGE_TILES:
-        return Tiles(128, 64, 8, 2) if width <= 128 else Tiles(64, 32, 4, 2)
-    return Tiles(128, 128, 8, 3) if width <= 128 else Tiles(128, 64, 8, 2)
-
-
-def query_gradient_tiles(width: int, itemsize: int, shared_memory: int) -> Tiles:
-    if itemsize > 2:
-        return Tiles(32, 32, 4, 1)
-    if width <= 64:
-        return Tiles(128, 64, 4, 3)
-    if shared_memory < LARGE_TILES:
-        return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(32, 32, 4, 2)
-    return Tiles(128, 64, 8, 3) if width <= 128 else Tiles(64, 32, 8, 2)
-
-
-def key_gradient_tiles(width: int, itemsize: int, shared_memory: int) -> Tiles:
-    """Its tiles of queries divide those of the query gradient, which packs them."""
-    if itemsize > 2:
-        return Tiles(32, 64, 4, 1)
-    if width <= 64:
-        return Tiles(64, 64, 4, 3)
-    if shared_memory < LARGE_TILES:
-        return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(32, 32, 4, 2)
-    return Tiles(64, 64, 4, 2) if width <= 128 else Tiles(32, 64, 8, 2)
+        table = table | SMALL_TILES[kernel]
+    # wider heads are cut as those of 256
+    return next((tiles for most, tiles in table.items() if width <= most), table[256])
 
 
 class RoutedAttention(torch.autograd.Function):
@@ -99,10 +103,7 @@ class RoutedAttention(torch.autograd.Function):
     def backward(ctx, d_rows):
         query, key, value, rows, lse = ctx.saved_tensors
         launch = _Launch(query, key, value, ctx.plan, ctx.windows, ctx.causal, ctx.marks)
-        upstream = d_rows.to(query.dtype)
-        if upstream.stride(-1) != 1:
-            upstream = upstream.contiguous()
-        gradients = launch.backward(rows, upstream, lse)
+        gradients = launch.backward(rows, last_contiguous(d_rows.to(query.dtype)), lse)
         return d_rows, *gradients, None, None, None, None
 
 
@@ -220,7 +221,7 @@ class _Launch:
                     SPREAD,
                 )
             return
-        tiles = forward_tiles(*self.tiled)
+        tiles = choose_tiles("forward", *self.tiled)
         k_desc, v_desc, offsets, tma = self._descriptors(tiles)
         num_lists = len(self.windows)
         num_tiles = self._num_tiles(tiles.queries, num_lists)
@@ -258,7 +259,7 @@ class _Launch:
 
     def backward(self, rows: Tensor, d_rows: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros(self.query.shape, dtype=self.query.dtype, device=self.query.device)
-        tiles = query_gradient_tiles(*self.tiled)
+        tiles = choose_tiles("query gradient", *self.tiled)
         packed_rows = self._num_tiles(tiles.queries, len(self.windows)) * tiles.queries
         packed_heads = [
             self.query.new_empty(self.B * self.H * packed_rows, self.P) for _ in ("query", "d_out")
@@ -341,7 +342,7 @@ class _Launch:
                     self.plan.is_exclusive,
                 )
             return dk, dv
-        tiles = key_gradient_tiles(*self.tiled)
+        tiles = choose_tiles("key gradient", *self.tiled)
         tma = self._has_copy_engine() and self.constants["BLOCK_P"] == self.P
         described = packed_heads
         if tma:
@@ -442,7 +443,7 @@ def routed_attention_triton(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) for x in (query, key, value))
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = (last_contiguous(x) for x in (query, key, value))
     # -1: no window; the longest lists first
     pairs = tuple((index, -1 if w is None else min(w, MAX_WINDOW)) for index, w in windows.items())
     if plan.is_exclusive:

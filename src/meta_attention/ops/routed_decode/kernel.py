@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
 from meta_attention.ops.routed_decode.reference import LinearStep
 
@@ -436,7 +437,7 @@ def routed_decode_triton(
     K, S = key.shape[1:3]
     group = H // K
     device = query.device
-    query = _last_contiguous(query)
+    query = last_contiguous(query)
     start = None if start is None else start.contiguous()
     if is_token is not None:
         # a boolean is no pointer type of Triton's
@@ -465,7 +466,7 @@ def routed_decode_triton(
     step: list[Tensor] | list[None] = [None] * 4
     step_strides = [0] * 9
     if linear is not None:
-        new = [_last_contiguous(x) for x in (linear.query, linear.key, linear.value)]
+        new = [last_contiguous(x) for x in (linear.query, linear.key, linear.value)]
         step = [*new, linear.state]
         step_strides = [n for x in (*new, linear.state) for n in x.stride()[:-1]]
 
@@ -519,10 +520,6 @@ def routed_decode_triton(
             num_stages=3,
         )
     return out
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
