@@ -150,7 +150,7 @@ def test_layer_suite_says_what_routing_costs(session):
     full, routed = layer_suite.run_layer(session, LAYER)
     assert (full.status, routed.status) == ("measured", "measured")
     assert routed.routing_share > 0
-    for part in ("controller", "policy", "plan", "merge", "KL and cost"):
+    for part in ("controller", "policy", "plan", "merge"):
         assert part in routed.note
     assert [v.quantity for v in routed.verdicts] == ["routing_share"]
     assert routed.baseline == "full only"

@@ -149,13 +149,11 @@ def _time_parts(session: Session, layer: BayesianMetaAttentionLayer, x: Tensor) 
     calls: dict[str, list[Call]] = {}
     with torch.no_grad():
         with _recorded_calls(calls):
-            out = layer(x)
+            layer(x)
         B, T, _ = x.shape
         position_ids = torch.arange(T, device=x.device).expand(B, -1)
         controller = layer.controller
-        prior, costs, weights = controller.prior_concentration, controller.costs, out.routes.weights
         calls["controller"] = [lambda: controller(x, position_ids)]
-        calls["KL and cost"] = [lambda: (out.posterior.kl_to(prior), (weights * costs).sum(dim=-1))]
         return {
             name: _sum_parts([_time_part(session, call) for call in some])
             for name, some in calls.items()

@@ -198,6 +198,8 @@ class BayesianMetaAttentionLayer(nn.Module):
     def _merge(self, rows: list[Tensor], routes: Routes, plan: RoutePlan | None) -> Tensor:
         """Weighted sum [B, T, D]: before the output projection if it is shared, after otherwise."""
         impl, only_listed = self.config.impl, plan is not None
+        if len(rows) == 1 and plan is None:
+            return self._output(0, rows[0])  # of one expert, which has all the weight
         if not self.config.shared_projections:
             outputs = [self._output(index, row) for index, row in enumerate(rows)]
             return route_merge(routes.weights, outputs, only_listed=only_listed, impl=impl)

@@ -116,11 +116,20 @@ class RoutedCacheLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, heads, T, P]; return all that the new tokens may look at."""
-        keys, values = super().update(key_states, value_states)
+        if self.is_initialized:
+            keys, values = super().update(key_states, value_states)
+        else:
+            # a prompt is kept as it is: to append it to nothing would copy it
+            self.lazy_initialization(key_states, value_states)
+            keys, values = self.keys, self.values = key_states, value_states
         if self.window is not None:
-            self.keys = keys[:, :, max(keys.shape[2] - self.window, 0) :]
-            self.values = values[:, :, max(values.shape[2] - self.window, 0) :]
+            self.keys, self.values = (self._newest(x, self.window) for x in (keys, values))
         return keys, values
+
+    def _newest(self, x: Tensor, window: int) -> Tensor:
+        newest = x[:, :, max(x.shape[2] - window, 0) :]
+        # a view of a long prompt would hold all of it in memory
+        return newest.clone() if x.shape[2] > 2 * window else newest
 
     def update_newest(
         self, key_states: Tensor, value_states: Tensor, step: DecodeStep

@@ -264,10 +264,11 @@ class ExpertExecution:
         if not kinds:
             return {}
         # the cache keeps [B, heads, S, P]: the heads of all kinds side by side
-        keys, values = memory.update(
-            torch.cat([heads[kind].key for kind in kinds], dim=2).transpose(1, 2),
-            torch.cat([heads[kind].value for kind in kinds], dim=2).transpose(1, 2),
-        )
+        new_keys, new_values = heads[kinds[0]].key, heads[kinds[0]].value
+        if len(kinds) > 1:
+            new_keys = torch.cat([heads[kind].key for kind in kinds], dim=2)
+            new_values = torch.cat([heads[kind].value for kind in kinds], dim=2)
+        keys, values = memory.update(new_keys.transpose(1, 2), new_values.transpose(1, 2))
         per_kind = zip(
             kinds,
             keys.transpose(1, 2).chunk(len(kinds), dim=2),

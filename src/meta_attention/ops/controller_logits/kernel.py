@@ -14,7 +14,7 @@ from meta_attention.ops.controller_logits.reference import controller_logits_ref
 from meta_attention.ops.heads import last_contiguous
 
 # tokens of a program, and channels of the hidden state at a time
-TOKENS, CHANNELS = 64, 64
+TOKENS, CHANNELS, WARPS, STAGES = 128, 64, 8, 3
 
 
 @triton.jit
@@ -53,15 +53,23 @@ def controller_logits_kernel(
     for start in range(0, D, CHANNELS):
         d = start + tl.arange(0, CHANNELS)
         is_read = is_token[:, None] & (d < D)[None, :]
-        x = tl.load(row[:, None] + d[None, :], mask=is_read, other=0.0).to(tl.float32)
+        x = tl.load(row[:, None] + d[None, :], mask=is_read, other=0.0)
         weight = tl.load(
             weight1_ptr + w[None, :] * (D + 2) + d[:, None],
             mask=is_column[None, :] & (d < D)[:, None],
             other=0.0,
         )  # [channels, W]
-        squares += tl.sum(x * x, 1)
-        # three products of ten bits each: the precision of float32 on tensor cores
-        hidden = tl.dot(x, weight, hidden, input_precision="tf32x3")
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+        # three products: the precision of float32 on tensor cores
+        if x.dtype == tl.bfloat16:
+            # only the weights have more bits than a factor may have
+            for _part in tl.static_range(3):
+                rounded = weight.to(tl.bfloat16)
+                hidden = tl.dot(x, rounded, hidden)
+                weight -= rounded.to(tl.float32)
+        else:
+            hidden = tl.dot(wide, weight, hidden, input_precision="tf32x3")
 
     salience = tl.sqrt(squares) / tl.sqrt(D.to(tl.float32))
     position = tl.load(positions_ptr + b * stride_pb + t * stride_pt, mask=is_token, other=0)
@@ -104,8 +112,8 @@ class ControllerLogits(torch.autograd.Function):
                 TOKENS=TOKENS,
                 CHANNELS=CHANNELS,
                 BLOCK_W=max(triton.next_power_of_2(W), 16),
-                num_warps=4,
-                num_stages=3,
+                num_warps=WARPS,
+                num_stages=STAGES,
             )
         ctx.save_for_backward(x, position_ids, *network)
         ctx.max_positions = max_positions

@@ -124,7 +124,7 @@ def linear_attention_bwd_query_kernel(
         den = tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)
         # a normaliser at its floor does not depend on anything
         pull = tl.where(den > MIN_NORMALISER, -tl.sum(g.to(tl.float32) * row, 1), 0.0)
-        scale = 1.0 / den
+        scale = tl.div_rn(1.0, den)
     if tl.program_id(1) == 0:
         packed = ((bh * T + slot) * P)[:, None] + p[None, :]
         is_packed = is_row[:, None] & (p < P)[None, :]

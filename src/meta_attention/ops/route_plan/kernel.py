@@ -12,6 +12,8 @@ from torch import Tensor
 from meta_attention.ops.route_plan.reference import RANK_BLOCK
 
 BLOCK = 1024
+# tokens read at a time where they are only counted: each turn waits for memory once
+COUNTED = 4096
 
 
 @triton.jit
@@ -31,6 +33,7 @@ def route_plan_kernel(
     E: tl.constexpr,
     HAS_MASK: tl.constexpr,
     BLOCK: tl.constexpr,
+    COUNTED: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -41,12 +44,13 @@ def route_plan_kernel(
     weights_ptr += b * stride_wb + g * stride_wg + e * stride_we
     list_index = (b * G + g) * E + e
 
-    before = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, block * BLOCK, BLOCK):
-        t = (start + offset).to(tl.int64)
-        listed = tl.load(weights_ptr + t * stride_wt) > 0
+    before = tl.zeros([COUNTED], tl.int32)
+    for start in range(0, block * BLOCK, COUNTED):
+        t = (start + tl.arange(0, COUNTED)).to(tl.int64)
+        is_before = t < block * BLOCK
+        listed = tl.load(weights_ptr + t * stride_wt, mask=is_before, other=0.0) > 0
         if HAS_MASK:
-            listed = listed & (tl.load(mask_ptr + b * T + t) != 0)
+            listed = listed & (tl.load(mask_ptr + b * T + t, mask=is_before, other=0) != 0)
         before += listed.to(tl.int32)
     rank = tl.sum(before)
 
@@ -89,6 +93,7 @@ def plan_routes_triton(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
             E=E,
             HAS_MASK=mask is not None,
             BLOCK=BLOCK,
+            COUNTED=COUNTED,
             RANK_BLOCK=RANK_BLOCK,
             num_warps=4,
         )
