@@ -148,7 +148,7 @@ def differentiate_rows(
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     LOAD_ROW: gl.constexpr = gl.SliceLayout(1, LOAD)
 
-    # queries and output gradients into shared memory, and packed; rows beyond the list weigh nothing
+    # queries and gradients into shared memory, and packed: rows beyond the list weigh nothing
     row = gl.arange(0, ROWS, layout=LOAD_ROW)
     is_row = gl.expand_dims(entry + row < count, 1)
     t = gl.load(order + gl.minimum(entry + row, count - 1)).to(gl.int64)
@@ -389,7 +389,7 @@ def launch_query_gradient(
     spread: int,
     is_added: bool,
 ) -> None:
-    """Of the first ``num_lists`` of the lists, whose rows, gradients [B, T, H, P] and lse are given."""
+    """Of the first ``num_lists`` lists, which share rows, their gradients [B, T, H, P] and lse."""
     B, _, H, P = query.shape
     dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for([KEYS, P], dtype)
