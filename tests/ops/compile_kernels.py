@@ -4,6 +4,8 @@ The interpreter runs what the compiler refuses, and cannot run Gluon at all. Her
 launches nothing answers the compiler's questions, and launches stop at the machine code.
 """
 
+from dataclasses import replace
+
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -73,6 +75,13 @@ def main():
         hopper.can_run = (lambda *_: True) if plain else can_run
         rows = kernel.routed_attention_triton(*heads, plan, windows, True, None, None)
         torch.autograd.grad(rows.sum(), heads)
+    # the other width, lists that share tokens
+    hopper.can_run = lambda *_: True
+    narrow = [torch.zeros(B, T, n, 64, dtype=half, requires_grad=True) for n in (H, K, K)]
+    shared = replace(plan, is_exclusive=False)
+    rows = kernel.routed_attention_triton(*narrow, shared, windows, True, None, None)
+    torch.autograd.grad(rows.sum(), narrow)
+    hopper.can_run = can_run
     rows, _ = linear_attention_triton(
         *heads, None, None, None, True, plan.list_of(2), torch.zeros(B, T, H, P, dtype=half)
     )

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).with_name("compile_kernels.py")
 KERNELS = {
     "route_plan_kernel",
     "routed_attention_hopper_kernel",
+    "routed_attention_hopper_query_kernel",
     "routed_attention_hopper_key_kernel",
     "routed_attention_fwd_kernel",
     "routed_attention_bwd_query_kernel",

@@ -188,7 +188,11 @@ HALF_CASES = [
     Case(T=700, P=128, H=4, K=1, G=1, window=256),
     Case(T=700, P=128, H=4, K=2, G=2, window=256),
     Case(T=500, P=64, past=333, window=50),
+    Case(T=333, P=128, past=500, window=300),
+    Case(T=1, P=128, past=700, window=100),
+    Case(T=1500, B=1, H=2, P=64, window=1000),
     Case(T=600, P=128, is_exclusive=False, window=64),
+    Case(T=500, P=64, is_exclusive=False, G=2, past=100, window=90),
     Case(T=600, P=128, routes="full"),
     Case(T=600, P=128, routes="local", window=33),
     Case(T=600, P=128, routes="other"),
@@ -213,18 +217,26 @@ def test_half_precision_kernels_are_the_definition_gradients_included(case, dtyp
     check(ours, exact, plain)
 
 
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_rows_of_other_lists_are_neither_read_nor_written(impl, kernel_device):
+@pytest.mark.parametrize(
+    ("impl", "case", "dtype"),
+    [
+        ("reference", Case(T=100), torch.float32),
+        ("triton", Case(T=100), torch.float32),
+        pytest.param("triton", Case(T=300, P=64), torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("triton", Case(T=300, P=128), torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_rows_of_other_lists_are_neither_read_nor_written(impl, case, dtype, kernel_device):
     """What is poisoned stays poisoned, what is listed does not, gradients included."""
-    case = Case(T=100)
-    inputs = [x.to(kernel_device).requires_grad_() for x in make_inputs(case)]
+    inputs = [x.to(kernel_device).requires_grad_() for x in make_inputs(case, dtype)]
     plan = make_plan(case, kernel_device, impl)
     poison = torch.full_like(inputs[0], float("nan")).detach()
     rows = routed_attention(*inputs, plan, case.windows, causal=True, rows=poison, impl=impl)
     listed = plan.list_of(0).is_listed(case.T) | plan.list_of(2).is_listed(case.T)  # [B, T, 1]
     assert rows[listed.squeeze(-1)].isfinite().all()
     assert rows[~listed.squeeze(-1)].isnan().all()
-    upstream = torch.where(listed.unsqueeze(-1), 1.0, float("nan")).expand_as(rows)
+    upstream = torch.where(listed.unsqueeze(-1), 1.0, float("nan")).to(dtype).expand_as(rows)
     d_query, d_key, d_value = torch.autograd.grad(rows, inputs, upstream)
     assert d_key.isfinite().all()
     assert d_value.isfinite().all()

@@ -32,6 +32,61 @@ copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
+def find_queries(
+    lists_ptr,
+    counts_ptr,
+    num_tiles,
+    num_heads,
+    S,
+    H,
+    K,
+    G,
+    E,
+    NUM_LISTS: gl.constexpr,
+    SPREAD: gl.constexpr,
+    QUERIES: gl.constexpr,
+):
+    """Head and tile of queries of this program: find_head and find_tile of ``forward.py``."""
+    longest = gl.maximum(gl.cdiv(gl.load(counts_ptr + gl.load(lists_ptr)), QUERIES), 1)
+    heads = gl.minimum(gl.cdiv(SPREAD, longest), num_heads)
+    program = gl.program_id(0)
+    part = program // (heads * num_tiles)
+    within = program - part * heads * num_tiles
+    heads_here = gl.minimum(heads, num_heads - part * heads)
+    any_head = part * heads + within % heads_here
+    program = within // heads_here
+    h = any_head % H
+    b = any_head // H
+    kv = h // (H // K)
+    group = b * G
+    if G > 1:
+        group += kv
+    first = 0
+    before = 0
+    expert = -1
+    slot = 0
+    count = 0
+    window = 0
+    tile = 0
+    for i in gl.static_range(NUM_LISTS):
+        e = gl.load(lists_ptr + 2 * i)
+        w = gl.load(lists_ptr + 2 * i + 1)
+        n = gl.load(counts_ptr + group * E + e)
+        tiles = gl.cdiv(n, QUERIES)
+        if (program >= first) & (program < first + tiles):
+            expert = e
+            slot = i
+            count = n
+            window = w
+            tile = first + tiles - 1 - program
+            before = first
+        first += tiles
+    if window < 0:
+        window = S
+    return b, h, kv, group, expert, slot, count, window, tile, before
+
+
+@gluon.jit
 def load_keys(
     k_desc,
     v_desc,
@@ -307,42 +362,10 @@ def routed_attention_hopper_kernel(
     WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    # as find_head and find_tile of forward.py
-    longest = gl.maximum(gl.cdiv(gl.load(counts_ptr + gl.load(lists_ptr)), QUERIES), 1)
-    heads = gl.minimum(gl.cdiv(SPREAD, longest), num_heads)
-    program = gl.program_id(0)
-    part = program // (heads * num_tiles)
-    within = program - part * heads * num_tiles
-    heads_here = gl.minimum(heads, num_heads - part * heads)
-    any_head = part * heads + within % heads_here
-    program = within // heads_here
-    h = any_head % H
-    b = any_head // H
-    kv = h // (H // K)
-    group = b * G
-    if G > 1:
-        group += kv
-    first = 0
-    expert = -1
-    slot = 0
-    count = 0
-    window = 0
-    tile = 0
-    for i in gl.static_range(NUM_LISTS):
-        e = gl.load(lists_ptr + 2 * i)
-        w = gl.load(lists_ptr + 2 * i + 1)
-        n = gl.load(counts_ptr + group * E + e)
-        tiles = gl.cdiv(n, QUERIES)
-        if (program >= first) & (program < first + tiles):
-            expert = e
-            slot = i
-            count = n
-            window = w
-            tile = first + tiles - 1 - program
-        first += tiles
+    b, h, kv, group, expert, slot, count, window, tile, _before = find_queries(
+        lists_ptr, counts_ptr, num_tiles, num_heads, S, H, K, G, E, NUM_LISTS, SPREAD, QUERIES
+    )
     if expert >= 0:
-        if window < 0:
-            window = S
         batch = b.to(gl.int64)
         order = positions_ptr + (group * E + expert).to(gl.int64) * T
         entry = tile * QUERIES

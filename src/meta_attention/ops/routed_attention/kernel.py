@@ -23,7 +23,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
-from meta_attention.ops.routed_attention import hopper, hopper_backward
+from meta_attention.ops.routed_attention import (
+    hopper,
+    hopper_backward,
+    hopper_query_gradient,
+)
 from meta_attention.ops.routed_attention.backward import (
     routed_attention_bwd_key_kernel,
     routed_attention_bwd_query_kernel,
@@ -259,18 +263,45 @@ class _Launch:
 
     def backward(self, rows: Tensor, d_rows: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros(self.query.shape, dtype=self.query.dtype, device=self.query.device)
+        layout = self._layout()
+        is_hopper = hopper.can_run(self.query, self.is_plain, layout)
         tiles = choose_tiles("query gradient", *self.tiled)
-        packed_rows = self._num_tiles(tiles.queries, len(self.windows)) * tiles.queries
+        queries = hopper_query_gradient.QUERIES if is_hopper else tiles.queries
+        packed_rows = self._num_tiles(queries, len(self.windows)) * queries
         packed_heads = [
             self.query.new_empty(self.B * self.H * packed_rows, self.P) for _ in ("query", "d_out")
         ]
         packed_sums = [lse.new_empty(self.B * self.H * packed_rows) for _ in ("lse", "delta")]
         # lists that share tokens run one after the other: each adds to the same rows of dq
         together = len(self.windows) if self.plan.is_exclusive else 1
-        num_tiles = self._num_tiles(tiles.queries, together)
+        num_tiles = self._num_tiles(queries, together)
         k_desc, v_desc, offsets, tma = self._descriptors(tiles)
         with _on(self.query):
             for slot in range(len(self.windows) // together):
+                if is_hopper:
+                    assert layout is not None
+                    hopper_query_gradient.launch_query_gradient(
+                        self.query,
+                        self.key,
+                        self.value,
+                        rows[slot],
+                        d_rows[slot],
+                        lse[slot],
+                        dq,
+                        [*packed_heads, *packed_sums],
+                        self.lists[slot:],
+                        self.plan.positions,
+                        self.plan.counts,
+                        *layout,
+                        num_tiles,
+                        together,
+                        self.sizes,
+                        packed_rows,
+                        slot * num_tiles * queries,
+                        SPREAD,
+                        slot > 0,
+                    )
+                    continue
                 routed_attention_bwd_query_kernel[(num_tiles * self.B * self.H,)](
                     self.query,
                     self.key,
@@ -291,7 +322,7 @@ class _Launch:
                     self.B * self.H,
                     *self.sizes,
                     packed_rows,
-                    slot * num_tiles * tiles.queries,
+                    slot * num_tiles * queries,
                     *self.query.stride()[:3],
                     *self.key_strides,
                     *_row_strides(rows),
@@ -300,7 +331,7 @@ class _Launch:
                     *offsets,
                     self.scale,
                     NUM_LISTS=together,
-                    QUERIES=tiles.queries,
+                    QUERIES=queries,
                     KEYS=tiles.keys,
                     TMA=tma,
                     SPREAD=SPREAD,
@@ -309,7 +340,7 @@ class _Launch:
                     num_stages=tiles.num_stages,
                     **self.constants,
                 )
-        return dq, *self._key_gradients(packed_heads, packed_sums, packed_rows, tiles.queries)
+        return dq, *self._key_gradients(packed_heads, packed_sums, packed_rows, queries)
 
     def _key_gradients(
         self,
