@@ -20,6 +20,8 @@ def find_head(num_tiles, num_heads, counts_ptr, lists_ptr, SPREAD, QUERIES: tl.c
     """
     longest = tl.maximum(tl.cdiv(tl.load(counts_ptr + tl.load(lists_ptr)), QUERIES), 1)
     heads = tl.minimum(tl.cdiv(SPREAD, longest), num_heads)
+    # a last part of few heads would begin with a long tile when the others are done
+    heads = tl.cdiv(num_heads, num_heads // heads)
     program = tl.program_id(0)
     part = program // (heads * num_tiles)
     within = program - part * heads * num_tiles

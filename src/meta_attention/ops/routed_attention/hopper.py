@@ -33,6 +33,7 @@ copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 @gluon.jit
 def find_queries(
+    program,
     lists_ptr,
     counts_ptr,
     num_tiles,
@@ -46,10 +47,10 @@ def find_queries(
     SPREAD: gl.constexpr,
     QUERIES: gl.constexpr,
 ):
-    """Head and tile of queries of this program: find_head and find_tile of ``forward.py``."""
+    """Head and tile of queries of a program: find_head and find_tile of ``forward.py``."""
     longest = gl.maximum(gl.cdiv(gl.load(counts_ptr + gl.load(lists_ptr)), QUERIES), 1)
     heads = gl.minimum(gl.cdiv(SPREAD, longest), num_heads)
-    program = gl.program_id(0)
+    heads = gl.cdiv(num_heads, num_heads // heads)
     part = program // (heads * num_tiles)
     within = program - part * heads * num_tiles
     heads_here = gl.minimum(heads, num_heads - part * heads)
@@ -363,8 +364,9 @@ def routed_attention_hopper_kernel(
     STAGES: gl.constexpr,
 ):
     b, h, kv, group, expert, slot, count, window, tile, _before = find_queries(
-        lists_ptr, counts_ptr, num_tiles, num_heads, S, H, K, G, E, NUM_LISTS, SPREAD, QUERIES
-    )
+        gl.program_id(0), lists_ptr, counts_ptr, num_tiles, num_heads, S, H, K, G, E, NUM_LISTS,
+        SPREAD, QUERIES,
+    )  # fmt: skip
     if expert >= 0:
         batch = b.to(gl.int64)
         order = positions_ptr + (group * E + expert).to(gl.int64) * T

@@ -292,8 +292,9 @@ def routed_attention_hopper_query_kernel(
 ):
     """What ``routed_attention_bwd_query_kernel`` does, whose lists share one buffer of rows."""
     b, h, kv, group, expert, _slot, count, window, tile, before = find_queries(
-        lists_ptr, counts_ptr, num_tiles, num_heads, S, H, K, G, E, NUM_LISTS, SPREAD, QUERIES
-    )
+        gl.program_id(0), lists_ptr, counts_ptr, num_tiles, num_heads, S, H, K, G, E, NUM_LISTS,
+        SPREAD, QUERIES,
+    )  # fmt: skip
     if expert >= 0:
         batch = b.to(gl.int64)
         head = h.to(gl.int64)
