@@ -309,25 +309,26 @@ def walk_back(
     )  # fmt: skip
     start = (end - 1) * CHUNK
     fetch_rows(
-        rows_desc, slope_desc, rows_tiles.index(0), slope_tiles.index(0), rows_ready,
-        rows_at + start, rows_column, slope_at + start, slope_column, HAS_PULL,
+        rows_desc, slope_desc, rows_tiles.index(0), slope_tiles.index(0),
+        rows_ready.index(0), rows_at + start, rows_column, slope_at + start, slope_column, HAS_PULL,
     )  # fmt: skip
 
     for i in range(end - begin):
         chunk = end - 1 - i
         start = chunk * CHUNK
         slope_tile = slope_tiles.index(i % 2)
-        next_before = first_slot(
-            ranks_ptr, gl.maximum(chunk - 2, begin), T, CHUNK, HAS_LIST
-        )
+        next_before = first_slot(ranks_ptr, gl.maximum(chunk - 2, begin), T, CHUNK, HAS_LIST)
         next_at = load_positions(positions_ptr, before, first, CHUNK, HAS_LIST)
 
-        mbarrier.wait(rows_ready, i & 1)
+        mbarrier.wait(rows_ready.index(i % 2), (i // 2) & 1)
+        # all have read what the copies from here on replace
+        wait_for_warps()
         if chunk > begin:
             fetch_rows(
                 rows_desc, slope_desc, rows_tiles.index((i + 1) % 2),
-                slope_tiles.index((i + 1) % 2), rows_ready, rows_at + start - CHUNK, rows_column,
-                slope_at + start - CHUNK, slope_column, HAS_PULL,
+                slope_tiles.index((i + 1) % 2), rows_ready.index((i + 1) % 2),
+                rows_at + start - CHUNK, rows_column, slope_at + start - CHUNK, slope_column,
+                HAS_PULL,
             )  # fmt: skip
         x = rows_tiles.index(i % 2)
         if NORMALISE and not OF_KEYS:
@@ -340,16 +341,17 @@ def walk_back(
             later += gl.expand_dims(gl.convert_layout(norm, ACROSS), 0)
         if first < stop:
             acc, state, norm, pull = add_entries(
-                later, state, norm, x, state_tile, at, pull, wide_desc, narrow_desc, pull_ptr, wide_tiles,
-                narrow_tiles, ready, n, 0, first_head, before, first, stop, column, count, start,
-                T, GROUP, WIDTH, COLUMNS, CHUNK, OUT, STATE, HAS_PULL, True,
+                later, state, norm, x, state_tile, at, pull, wide_desc, narrow_desc, pull_ptr,
+                wide_tiles, narrow_tiles, ready, n, 0, first_head, before, first, stop, column,
+                count, start, T, GROUP, WIDTH, COLUMNS, CHUNK, OUT, STATE, HAS_PULL, True,
             )  # fmt: skip
             for member in range(1, GROUP):
                 wait_for_warps()
                 acc, state, norm, pull = add_entries(
-                    acc, state, norm, x, state_tile, at, pull, wide_desc, narrow_desc, pull_ptr, wide_tiles,
-                    narrow_tiles, ready, n, member, first_head, before, first, stop, column, count,
-                    start, T, GROUP, WIDTH, COLUMNS, CHUNK, OUT, STATE, HAS_PULL, False,
+                    acc, state, norm, x, state_tile, at, pull, wide_desc, narrow_desc, pull_ptr,
+                    wide_tiles, narrow_tiles, ready, n, member, first_head, before, first, stop,
+                    column, count, start, T, GROUP, WIDTH, COLUMNS, CHUNK, OUT, STATE, HAS_PULL,
+                    False,
                 )  # fmt: skip
             n += GROUP
         else:
@@ -359,6 +361,8 @@ def walk_back(
             )  # fmt: skip
             acc = warpgroup_mma(x, state_tile.permute((1, 0)), later)
 
+        # all have read the state
+        wait_for_warps()
         if HAS_PULL:
             k = slope_tile.load(OUT).to(gl.float32)
             acc = gl.where(k > 0, acc, acc * gl.exp(gl.minimum(k, 0.0)))
@@ -448,10 +452,10 @@ def linear_attention_hopper_key_kernel(
     # what comes out leaves through the same place
     slope_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, COLUMNS], slope_desc.layout)
     state_tile = gl.allocate_shared_memory(dtype, [COLUMNS, WIDTH], key_desc.layout)
-    rows_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    rows_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(rows_ready, count=1)
     for i in gl.static_range(2):
+        mbarrier.init(rows_ready.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     wait_for_warps()
@@ -549,4 +553,3 @@ def launch_key_gradients(
         num_warps=4,
     )
     return d_key, d_value
-
