@@ -17,6 +17,8 @@ It covers bfloat16 without padding, documents or decay, for head widths of 64 an
 ``can_run``. ``backward.py`` covers everything and is the definition of what this does.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -136,9 +138,9 @@ def fetch_rows(
 
 
 @gluon.jit
-def wipe(tile, count, WIDTH: gl.constexpr):
+def wipe(tile, count):
     """Zero the rows of a tile from ``count`` on."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = tile.load(LAYOUT)
     row = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     tile.store(gl.where(gl.expand_dims(row < count, 1), x, gl.zeros_like(x)))
@@ -149,7 +151,7 @@ def add_entries(
     acc,
     state,
     norm,
-    x,
+    rows,
     state_tile,
     at,
     pull,
@@ -203,15 +205,15 @@ def add_entries(
     narrow = narrow_tiles.index(n % 2)
     if first + CHUNK > count:
         # beyond the list lies what was never written, and 0 times that may be NaN
-        wipe(wide, stop - first, WIDTH)
-        wipe(narrow, stop - first, COLUMNS)
+        wipe(wide, stop - first)
+        wipe(narrow, stop - first)
         fence_async_shared()
         wait_for_warps()
     if ADD_LATER:
-        acc = warpgroup_mma(x, state_tile.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma(rows, state_tile.permute((1, 0)), acc, is_async=True)
     empty = gl.zeros([CHUNK, CHUNK], gl.float32, OUT)
     scores = warpgroup_mma(
-        x, wide.permute((1, 0)), empty, use_acc=False, is_async=True
+        rows, wide.permute((1, 0)), empty, use_acc=False, is_async=True
     )  # [keys, entries]
     added = narrow.permute((1, 0)).load(OUT)  # [columns, entries]
     # what follows are entries of the next chunk, which the state holds already
@@ -279,7 +281,6 @@ def walk_back(
     STATE: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]
     )
-    OUT_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, OUT)
     ACROSS: gl.constexpr = gl.SliceLayout(0, OUT)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -330,10 +331,7 @@ def walk_back(
                 rows_at + start - CHUNK, rows_column, slope_at + start - CHUNK, slope_column,
                 HAS_PULL,
             )  # fmt: skip
-        x = rows_tiles.index(i % 2)
-        if NORMALISE and not OF_KEYS:
-            k = x.load(OUT_OPERAND).to(gl.float32)
-            x = gl.where(k > 0, k + 1.0, gl.exp(gl.minimum(k, 0.0))).to(dtype)
+        rows = rows_tiles.index(i % 2)
 
         # through the state after the chunk, and through its own entries, which then join the state
         later = empty
@@ -341,14 +339,14 @@ def walk_back(
             later += gl.expand_dims(gl.convert_layout(norm, ACROSS), 0)
         if first < stop:
             acc, state, norm, pull = add_entries(
-                later, state, norm, x, state_tile, at, pull, wide_desc, narrow_desc, pull_ptr,
+                later, state, norm, rows, state_tile, at, pull, wide_desc, narrow_desc, pull_ptr,
                 wide_tiles, narrow_tiles, ready, n, 0, first_head, before, first, stop, column,
                 count, start, T, GROUP, WIDTH, COLUMNS, CHUNK, OUT, STATE, HAS_PULL, True,
             )  # fmt: skip
             for member in range(1, GROUP):
                 wait_for_warps()
                 acc, state, norm, pull = add_entries(
-                    acc, state, norm, x, state_tile, at, pull, wide_desc, narrow_desc, pull_ptr,
+                    acc, state, norm, rows, state_tile, at, pull, wide_desc, narrow_desc, pull_ptr,
                     wide_tiles, narrow_tiles, ready, n, member, first_head, before, first, stop,
                     column, count, start, T, GROUP, WIDTH, COLUMNS, CHUNK, OUT, STATE, HAS_PULL,
                     False,
@@ -359,13 +357,14 @@ def walk_back(
                 wide_desc, narrow_desc, pull_ptr, wide_tiles, narrow_tiles, ready, n, first_head,
                 before, first, column, CHUNK, HAS_PULL,
             )  # fmt: skip
-            acc = warpgroup_mma(x, state_tile.permute((1, 0)), later)
+            acc = warpgroup_mma(rows, state_tile.permute((1, 0)), later)
 
         # all have read the state
         wait_for_warps()
         if HAS_PULL:
-            k = slope_tile.load(OUT).to(gl.float32)
-            acc = gl.where(k > 0, acc, acc * gl.exp(gl.minimum(k, 0.0)))
+            # the slope of a feature is 1 where the key is above 0, where the feature is above 1;
+            # elsewhere it is the feature
+            acc *= gl.minimum(slope_tile.load(OUT).to(gl.float32), 1.0)
         slope_tile.store(acc.to(dtype))
         state_tile.store(state.to(dtype))
         fence_async_shared()
@@ -382,7 +381,7 @@ def walk_back(
 
 @gluon.jit
 def linear_attention_hopper_key_kernel(
-    key_desc,
+    features_desc,
     value_desc,
     slope_desc,
     wide_u_desc,
@@ -405,9 +404,6 @@ def linear_attention_hopper_key_kernel(
     K,
     N,
     chunks,  # of a segment
-    key_rows_b,
-    key_rows_h,
-    key_columns_h,
     value_rows_b,
     value_rows_h,
     value_columns_h,
@@ -430,8 +426,8 @@ def linear_attention_hopper_key_kernel(
     end = gl.minimum(begin + chunks, gl.cdiv(T, CHUNK))
     column = part % PARTS * COLUMNS
     first_head = bk * GROUP * T
-    key_at = b * key_rows_b + kv * key_rows_h
-    key_column = kv * key_columns_h
+    key_at = b * T
+    key_column = kv * WIDTH
     value_at = b * value_rows_b + kv * value_rows_h
     value_column = kv * value_columns_h
     count = T
@@ -445,13 +441,13 @@ def linear_attention_hopper_key_kernel(
     offset = (b.to(gl.int64) * T * K + kv) * WIDTH + column
     stride = K * WIDTH
 
-    dtype: gl.constexpr = key_desc.dtype
-    rows_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, WIDTH], key_desc.layout)
+    dtype: gl.constexpr = features_desc.dtype
+    rows_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, WIDTH], features_desc.layout)
     wide_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, WIDTH], wide_u_desc.layout)
     narrow_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, COLUMNS], narrow_u_desc.layout)
     # what comes out leaves through the same place
     slope_tiles = gl.allocate_shared_memory(dtype, [2, CHUNK, COLUMNS], slope_desc.layout)
-    state_tile = gl.allocate_shared_memory(dtype, [COLUMNS, WIDTH], key_desc.layout)
+    state_tile = gl.allocate_shared_memory(dtype, [COLUMNS, WIDTH], features_desc.layout)
     rows_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
@@ -462,10 +458,10 @@ def linear_attention_hopper_key_kernel(
 
     if part < PARTS:
         walk_back(
-            key_desc, wide_u_desc, narrow_g_desc, slope_desc, pull_ptr, positions_ptr, ranks_ptr,
-            state_ptr, norm_ptr, d_value_ptr + offset, rows_tiles, wide_tiles, narrow_tiles,
-            slope_tiles, state_tile, rows_ready, ready, key_at, key_column, key_at, key_column,
-            first_head, column, count, begin, end, T, stride,
+            features_desc, wide_u_desc, narrow_g_desc, slope_desc, pull_ptr, positions_ptr,
+            ranks_ptr, state_ptr, norm_ptr, d_value_ptr + offset, rows_tiles, wide_tiles,
+            narrow_tiles, slope_tiles, state_tile, rows_ready, ready, key_at, key_column, key_at,
+            key_column, first_head, column, count, begin, end, T, stride,
             GROUP, WIDTH, COLUMNS, CHUNK, HAS_LIST, NORMALISE, False,
         )  # fmt: skip
     else:
@@ -478,23 +474,21 @@ def linear_attention_hopper_key_kernel(
         )  # fmt: skip
 
 
-def can_run(key: Tensor, value: Tensor, is_plain: bool) -> bool:
-    """Whether this kernel covers the case: nothing masked, keys in a layout it can copy."""
+def can_run(value: Tensor, is_plain: bool) -> bool:
+    """Whether this kernel covers the case: nothing masked, values in a layout it can copy."""
     return (
         is_plain
-        and key.is_cuda
+        and value.is_cuda
         and torch.version.hip is None
-        and key.dtype == torch.bfloat16
-        and key.shape[-1] in (64, 128)
-        and torch.cuda.get_device_capability(key.device)[0] == 9
-        and as_matrix(key) is not None
+        and value.dtype == torch.bfloat16
+        and value.shape[-1] in (64, 128)
+        and torch.cuda.get_device_capability(value.device)[0] == 9
         and as_matrix(value) is not None
     )
 
 
-def segment_length(key: Tensor) -> int:
+def segment_length(B: int, T: int, K: int, P: int) -> int:
     """Tokens between two states: few states, and work for every multiprocessor."""
-    B, T, K, P = key.shape
     programs = B * K * 2 * (P // COLUMNS)
     length = MIN_SEGMENT
     while length < T and programs * -(-T // (2 * length)) >= PROGRAMS:
@@ -503,7 +497,7 @@ def segment_length(key: Tensor) -> int:
 
 
 def launch_key_gradients(
-    key: Tensor,
+    features: Tensor,
     value: Tensor,
     packed_u: Tensor,
     packed_g: Tensor,
@@ -511,26 +505,29 @@ def launch_key_gradients(
     d_states: Tensor,
     d_norms: Tensor,
     segment: int,
-    lists: dict[str, object],
+    lists: dict[str, Any],
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values, from those of the states after every segment."""
-    B, T, K, P = key.shape
-    d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
-    (key_shape, key_offsets), (value_shape, value_offsets) = as_matrix(key), as_matrix(value)
-    wide = gl.NVMMASharedLayout.get_default_for([CHUNK, P], gl.bfloat16)
-    narrow = gl.NVMMASharedLayout.get_default_for([CHUNK, COLUMNS], gl.bfloat16)
+    B, T, K, P = value.shape
+    d_key, d_value = (
+        torch.empty(B, T, K, P, dtype=value.dtype, device=value.device) for _ in range(2)
+    )
+    layout = as_matrix(value)
+    assert layout is not None
+    value_shape, offsets = layout
 
     def describe(x: Tensor, shape: tuple[int, int], columns: int) -> TensorDescriptor:
-        layout = wide if columns == P else narrow
-        return TensorDescriptor(x, list(shape), [shape[1], 1], [CHUNK, columns], layout)
+        block = [CHUNK, columns]
+        tile = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        return TensorDescriptor(x, list(shape), [shape[1], 1], block, tile)
 
     packed = (packed_u.numel() // P, P)
     N = d_states.shape[2]
     linear_attention_hopper_key_kernel[(B * K * 2 * (P // COLUMNS), N)](
-        describe(key, key_shape, P),
+        describe(features, (B * T, K * P), P),
         describe(value, value_shape, P),
-        describe(key, key_shape, COLUMNS),
+        describe(features, (B * T, K * P), COLUMNS),
         *(describe(x, packed, columns) for columns in (P, COLUMNS) for x in (packed_u, packed_g)),
         packed_pull,
         d_states,
@@ -542,8 +539,7 @@ def launch_key_gradients(
         K,
         N,
         segment // CHUNK,
-        *key_offsets,
-        *value_offsets,
+        *offsets,
         GROUP=packed_u.shape[1] // K,
         WIDTH=P,
         COLUMNS=COLUMNS,

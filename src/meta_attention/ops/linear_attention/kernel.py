@@ -349,8 +349,8 @@ class _LinearAttention(torch.autograd.Function):
         )
 
         is_plain = not (has_decay or launch.tokens["HAS_MASK"])
-        if hopper_backward.can_run(key, value, is_plain):
-            d_key, d_value, d_first = _key_gradients(launch, key, value, packed, d_last)
+        if hopper_backward.can_run(value, is_plain):
+            d_key, d_value, d_first = _key_gradients(launch, features, value, packed, d_last)
             d_initial = None if initial_state is None else d_first
             return d_query, d_key, d_value, None, d_initial, passed, None, None, None
 
@@ -391,16 +391,16 @@ class _LinearAttention(torch.autograd.Function):
 
 def _key_gradients(
     launch: Launch,
-    key: Tensor,
+    features: Tensor,
     value: Tensor,
     packed: tuple[Tensor, Tensor, Tensor],
     d_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of keys, values and the first state, by segments in place of chunks."""
-    B, K, P = launch.B, launch.K, launch.P
-    segment = hopper_backward.segment_length(key)
-    N = triton.cdiv(launch.tokens["T"], segment)
-    sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=key.device)
+    B, T, K, P = value.shape
+    segment = hopper_backward.segment_length(B, T, K, P)
+    N = triton.cdiv(T, segment)
+    sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=value.device)
     options = launch.options("bwd_sum") | SEGMENT_SUM | {"N": N, "CHUNK": segment}
     linear_attention_bwd_sum_kernel[(N, triton.cdiv(P, options["BLOCK_C"]), B * K)](
         *packed, sums, **options
@@ -409,7 +409,7 @@ def _key_gradients(
         launch, sums, d_last.contiguous(), reverse=True, dtype=torch.float32
     )
     d_key, d_value = hopper_backward.launch_key_gradients(
-        key,
+        features,
         value,
         *packed,
         d_states,
