@@ -55,6 +55,7 @@ GluonJITFunction.__getitem__ = compile_only
 def main():
     from meta_attention.ops.controller_logits import Network
     from meta_attention.ops.controller_logits.kernel import controller_logits_triton
+    from meta_attention.ops.linear_attention import hopper_backward as linear_hopper
     from meta_attention.ops.linear_attention.kernel import linear_attention_triton
     from meta_attention.ops.rotary.kernel import rotate_triton
     from meta_attention.ops.route_merge.kernel import route_merge_triton
@@ -69,11 +70,16 @@ def main():
     heads = [torch.zeros(B, T, n, P, dtype=half, requires_grad=True) for n in (H, K, K)]
     plan = RoutePlan(*plan_routes_triton(torch.zeros(B, T, 1, 3), None), True)
     windows = {0: None, 1: 256}
-    can_run = hopper.can_run
+    can_run, can_run_linear = hopper.can_run, linear_hopper.can_run
     for plain in (True, False):
         # Gluon where the case is plain, Triton where it is not
         hopper.can_run = (lambda *_: True) if plain else can_run
         rows = kernel.routed_attention_triton(*heads, plan, windows, True, None, None)
+        torch.autograd.grad(rows.sum(), heads)
+        linear_hopper.can_run = (lambda *_: True) if plain else can_run_linear
+        rows, _ = linear_attention_triton(
+            *heads, None, None, None, True, plan.list_of(2), torch.zeros(B, T, H, P, dtype=half)
+        )
         torch.autograd.grad(rows.sum(), heads)
     # the other width, lists that share tokens
     hopper.can_run = lambda *_: True
@@ -82,10 +88,6 @@ def main():
     rows = kernel.routed_attention_triton(*narrow, shared, windows, True, None, None)
     torch.autograd.grad(rows.sum(), narrow)
     hopper.can_run = can_run
-    rows, _ = linear_attention_triton(
-        *heads, None, None, None, True, plan.list_of(2), torch.zeros(B, T, H, P, dtype=half)
-    )
-    torch.autograd.grad(rows.sum(), heads)
 
     x = torch.zeros(B, T, 256, dtype=half)
     network = Network(torch.zeros(64, 258), torch.zeros(64), torch.zeros(3, 64), torch.zeros(3))

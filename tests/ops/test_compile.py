@@ -24,6 +24,7 @@ KERNELS = {
     "linear_attention_bwd_query_kernel",
     "linear_attention_bwd_sum_kernel",
     "linear_attention_bwd_key_kernel",
+    "linear_attention_hopper_key_kernel",
     "controller_logits_kernel",
     "rotate_kernel",
     "route_merge_fwd_kernel",

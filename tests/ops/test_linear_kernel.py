@@ -87,10 +87,12 @@ class Case:
         groups = self.K if self.listed == "groups" else 1
         generator = torch.Generator().manual_seed(self.T + 1)
         weights = torch.rand(self.B, self.T, groups, 1, generator=generator) < 0.4
-        if self.listed in ("empty", "all", "one"):
+        if self.listed in ("empty", "all", "one", "last"):
             weights.fill_(self.listed == "all")
         if self.listed == "one":
             weights[:, self.T // 2] = True
+        if self.listed == "last":
+            weights[:, -1] = True
         return weights.float()
 
     def is_row(self) -> Tensor:
@@ -305,6 +307,81 @@ def test_kernel_is_accurate_at_every_precision_and_head_width(P, options, dtype)
     actual = run(case, inputs, "triton", "cuda")
     for name in oracle:
         assert_within_error_budget(name, actual[name], oracle[name], plain[name])
+
+
+HOPPER_CASES = [
+    Case(1, B=16, P=128, initial=True),
+    Case(63, P=128, listed="some"),
+    Case(65, P=64, listed="all", initial=True),
+    Case(64, P=128, listed="last"),
+    Case(1000, P=128),
+    Case(1000, P=64, H=4, K=2, listed="groups", initial=True),
+    Case(1000, P=128, H=4, K=2, listed="some", initial=True),
+    Case(1000, P=128, H=3, listed="some", normalise=False, initial=True),
+    Case(1000, P=64, H=2, K=2, normalise=False),
+    Case(1000, P=128, listed="empty", initial=True),
+    Case(1000, P=128, listed="one"),
+    Case(1000, P=128, listed="last", initial=True),
+    Case(1000, P=64, listed="all"),
+    Case(4096, B=1, P=128, H=1, listed="some", initial=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper_gradients_are_as_accurate_as_plain_pytorch(case, monkeypatch):
+    """Also where all that a kernel does not write holds NaN."""
+    from meta_attention.ops.linear_attention import hopper_backward
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    inputs = case.inputs(torch.bfloat16)
+    if not case.normalise:
+        inputs = {name: x * case.P**-0.25 for name, x in inputs.items()}
+    oracle = expect(case, {name: x.double() for name, x in inputs.items()})
+    plain = expect(case, inputs)
+    launched = []
+    launch = hopper_backward.launch_key_gradients
+    empty, empty_like = torch.empty, torch.empty_like
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            hopper_backward,
+            "launch_key_gradients",
+            lambda *args: launched.append(True) or launch(*args),
+        )
+        patch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
+        patch.setattr(
+            torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs))
+        )
+        actual = run(case, inputs, "triton", "cuda")
+    assert launched
+    for name in oracle:
+        assert_within_error_budget(name, actual[name], oracle[name], plain[name])
+
+
+def poison(x: Tensor) -> Tensor:
+    return x.fill_(NAN) if x.is_floating_point() else x
+
+
+@pytest.mark.gpu
+def test_hopper_gradients_are_those_of_the_triton_kernels(monkeypatch):
+    """Over several segments of several chunks, in every layout of the values."""
+    from meta_attention.ops.linear_attention import hopper_backward
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    case = Case(5000, B=4, H=16, K=8, P=128, listed="groups", initial=True)
+    assert hopper_backward.segment_length(case.B, case.T, case.K, case.P) > 256
+    inputs = case.inputs(torch.bfloat16)
+    value = inputs["value"].transpose(1, 2).contiguous().transpose(1, 2)
+    actual = run(case, inputs, "triton", "cuda")
+    other = run(case, inputs | {"value": value}, "triton", "cuda")
+    monkeypatch.setattr(hopper_backward, "can_run", lambda *_: False)
+    expected = run(case, inputs, "triton", "cuda")
+    for name in ("d_key", "d_value", "d_initial_state"):
+        torch.testing.assert_close(other[name], actual[name], rtol=0, atol=0)
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(actual[name], expected[name], rtol=0.02, atol=0.01 * scale)
 
 
 @pytest.mark.gpu

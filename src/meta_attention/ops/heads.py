@@ -75,6 +75,24 @@ def last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def as_matrix(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
+    """[B, S, K, P] as a matrix: its shape, and rows per batch and head, columns per head.
+
+    Either heads side by side, as projections leave them, or head after head, as caches do: there
+    the rows of one head may be followed by room for more.
+    """
+    B, S, K, P = x.shape
+    if x.stride(3) != 1 or x.data_ptr() % 16 or (P * x.element_size()) % 16:
+        return None
+    if x.stride()[:3] == (S * K * P, K * P, P):
+        return (B * S, K * P), (S, 0, P)
+    if x.stride(1) == P and x.stride(0) % P == 0 and x.stride(2) % P == 0:
+        per_batch, per_head = x.stride(0) // P, x.stride(2) // P
+        rows = (B - 1) * per_batch + (K - 1) * per_head + S
+        return (rows, P), (per_batch, per_head, 0)
+    return None
+
+
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     """Fused softmax attention ``[B, H, T, P]`` under an explicit mask ``[B, 1, T, S]``.
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.linear_attention import hopper_backward
 from meta_attention.ops.linear_attention.backward import (
     linear_attention_bwd_decay_kernel,
     linear_attention_bwd_key_kernel,
@@ -78,6 +79,9 @@ OPTIONS: dict[str, dict[str, int]] = {
     "bwd_sum": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
     "bwd_key": {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
 }
+
+# sums of segments: programs are few and their loops long
+SEGMENT_SUM = {"BLOCK_C": 64, "num_stages": 3}
 
 # numbers of the state in a program of the scan
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 512, 2, 4
@@ -211,10 +215,12 @@ def _scan(
     first: Tensor | None,
     before: tuple[Tensor, Tensor] | None = None,
     reverse: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """States and norms of every chunk, the last state, and products with those of ``before``."""
-    B, K, N, P = launch.B, launch.K, launch.N, launch.P
-    states = torch.empty(B, K, N, P, P, dtype=launch.compute, device=sums.device)
+    B, K, N = sums.shape[:3]
+    P = launch.P
+    states = torch.empty(B, K, N, P, P, dtype=dtype or launch.compute, device=sums.device)
     norms = torch.empty(B, K, N, P, dtype=torch.float32, device=sums.device)
     last = torch.empty(B, K, P, P + 1, dtype=torch.float32, device=sums.device)
     programs = triton.cdiv(P * P + P, SCAN_BLOCK)
@@ -342,6 +348,12 @@ class _LinearAttention(torch.autograd.Function):
             **launch.options("bwd_query"),
         )
 
+        is_plain = not (has_decay or launch.tokens["HAS_MASK"])
+        if hopper_backward.can_run(value, is_plain):
+            d_key, d_value, d_first = _key_gradients(launch, features, value, packed, d_last)
+            d_initial = None if initial_state is None else d_first
+            return d_query, d_key, d_value, None, d_initial, passed, None, None, None
+
         sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=query.device)
         linear_attention_bwd_sum_kernel[(N, launch.columns, B * K)](
             *packed,
@@ -375,6 +387,38 @@ class _LinearAttention(torch.autograd.Function):
             d_decay = _d_decay(launch, row_terms, key_terms, products)
         d_initial = None if initial_state is None else d_first
         return d_query, d_key, d_value, d_decay, d_initial, passed, None, None, None
+
+
+def _key_gradients(
+    launch: Launch,
+    features: Tensor,
+    value: Tensor,
+    packed: tuple[Tensor, Tensor, Tensor],
+    d_last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of keys, values and the first state, by segments in place of chunks."""
+    B, T, K, P = value.shape
+    segment = hopper_backward.segment_length(B, T, K, P)
+    N = triton.cdiv(T, segment)
+    sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=value.device)
+    options = launch.options("bwd_sum") | SEGMENT_SUM | {"N": N, "CHUNK": segment}
+    linear_attention_bwd_sum_kernel[(N, triton.cdiv(P, options["BLOCK_C"]), B * K)](
+        *packed, sums, **options
+    )
+    d_states, d_norms, d_first, _ = _scan(
+        launch, sums, d_last.contiguous(), reverse=True, dtype=torch.float32
+    )
+    d_key, d_value = hopper_backward.launch_key_gradients(
+        features,
+        value,
+        *packed,
+        d_states,
+        d_norms,
+        segment,
+        launch.lists,
+        launch.tokens["NORMALISE"],
+    )
+    return d_key, d_value, d_first
 
 
 def _d_decay(launch: Launch, row_terms: Tensor, key_terms: Tensor, products: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.heads import as_matrix, last_contiguous
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
 from meta_attention.ops.routed_attention import (
     hopper,
@@ -195,7 +195,7 @@ class _Launch:
 
     def _layout(self) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
         """Keys and values as matrices, where both are the same kind of one."""
-        layouts = [_layout_of(x) for x in (self.key, self.value)]
+        layouts = [as_matrix(x) for x in (self.key, self.value)]
         return layouts[0] if layouts[0] == layouts[1] else None
 
     def _has_copy_engine(self) -> bool:
@@ -439,24 +439,6 @@ def _row_strides(x: Tensor) -> tuple[int, ...]:
 def _on(x: Tensor) -> torch.cuda.device_of:
     """Triton launches on the current device, which need not be that of the tensors."""
     return torch.cuda.device_of(x)
-
-
-def _layout_of(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
-    """[B, S, K, P] as a matrix: its shape, and rows per batch and head, columns per head.
-
-    Either heads side by side, as projections leave them, or head after head, as caches do: there
-    the rows of one head may be followed by room for more.
-    """
-    B, S, K, P = x.shape
-    if x.stride(3) != 1 or x.data_ptr() % 16 or (P * x.element_size()) % 16:
-        return None
-    if x.stride()[:3] == (S * K * P, K * P, P):
-        return (B * S, K * P), (S, 0, P)
-    if x.stride(1) == P and x.stride(0) % P == 0 and x.stride(2) % P == 0:
-        per_batch, per_head = x.stride(0) // P, x.stride(2) // P
-        rows = (B - 1) * per_batch + (K - 1) * per_head + S
-        return (rows, P), (per_batch, per_head, 0)
-    return None
 
 
 @torch.compiler.disable
