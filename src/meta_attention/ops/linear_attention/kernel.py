@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.linear_attention import hopper, hopper_query_gradient
 from meta_attention.ops.linear_attention.backward import (
     linear_attention_bwd_decay_kernel,
     linear_attention_bwd_key_kernel,
@@ -211,10 +212,11 @@ def _scan(
     first: Tensor | None,
     before: tuple[Tensor, Tensor] | None = None,
     reverse: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """States and norms of every chunk, the last state, and products with those of ``before``."""
-    B, K, N, P = launch.B, launch.K, launch.N, launch.P
-    states = torch.empty(B, K, N, P, P, dtype=launch.compute, device=sums.device)
+    B, K, N, P = launch.B, launch.K, sums.shape[2], launch.P
+    states = torch.empty(B, K, N, P, P, dtype=dtype or launch.compute, device=sums.device)
     norms = torch.empty(B, K, N, P, dtype=torch.float32, device=sums.device)
     last = torch.empty(B, K, P, P + 1, dtype=torch.float32, device=sums.device)
     programs = triton.cdiv(P * P + P, SCAN_BLOCK)
@@ -279,8 +281,19 @@ class _LinearAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         B, T, H, _ = query.shape
         launch = _plan_launch(query, key, mask, decay, normalise, queries)
-        states, norms, last, features = _states(launch, key, value, initial_state)
         normaliser = torch.empty(B, H, T, dtype=torch.float32, device=query.device)
+        ctx.launch = launch
+        if hopper.can_run(query, key, value, mask, decay):
+            sums = hopper.sum_segments(key, value, normalise)
+            states, norms, last, _ = _scan(launch, sums, initial_state, dtype=torch.float32)
+            hopper.walk_rows(
+                query, key, value, states, norms, rows, normaliser, normalise, launch.lists
+            )
+            ctx.save_for_backward(
+                query, key, value, initial_state, rows.detach(), normaliser, states, norms
+            )
+            return rows, last
+        states, norms, last, features = _states(launch, key, value, initial_state)
         grid = (launch.N * launch.tiles.chunk // launch.tiles.rows, launch.columns, B * H)
         linear_attention_fwd_kernel[grid](
             query,
@@ -297,20 +310,20 @@ class _LinearAttention(torch.autograd.Function):
         )
         # rows is returned as it is, not marked as changed: experts before this one have saved the
         # same buffer, and theirs are other rows
-        ctx.save_for_backward(query, key, value, initial_state, rows.detach(), normaliser)
-        ctx.launch = launch
+        ctx.save_for_backward(
+            query, key, value, initial_state, rows.detach(), normaliser, None, None
+        )
         return rows, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, initial_state, rows, normaliser = ctx.saved_tensors
+        query, key, value, initial_state, rows, normaliser, *segments = ctx.saved_tensors
         launch: Launch = ctx.launch
         B, T, H, P = query.shape
         K, N, chunk = launch.K, launch.N, launch.tiles.chunk
         has_decay = launch.tokens["HAS_DECAY"]
         passed, grad = grad, last_contiguous(grad)
-        states, norms, _, features = _states(launch, key, value, initial_state)
 
         new = torch.zeros if launch.lists["HAS_LIST"] else torch.empty
         d_query = new(B, T, H, P, dtype=query.dtype, device=query.device)
@@ -323,24 +336,43 @@ class _LinearAttention(torch.autograd.Function):
         if has_decay:
             row_terms = grad.new_zeros(launch.columns, B, H, N * chunk, dtype=torch.float32)
             key_terms = grad.new_zeros(2, launch.columns, B, K, N * chunk, dtype=torch.float32)
-        linear_attention_bwd_query_kernel[(N * chunk // launch.tiles.rows, launch.columns, B * H)](
-            query,
-            features,
-            value,
-            states,
-            norms,
-            rows,
-            normaliser,
-            grad,
-            d_query,
-            *packed,
-            row_terms,
-            *query.stride()[:3],
-            *value.stride()[:3],
-            *rows.stride()[:3],
-            *grad.stride()[:3],
-            **launch.options("bwd_query"),
-        )
+        before = None
+        if segments[0] is not None:
+            hopper_query_gradient.walk_query_gradients(
+                query,
+                key,
+                value,
+                *segments,
+                rows,
+                normaliser,
+                grad,
+                d_query,
+                packed,
+                launch.tokens["NORMALISE"],
+                launch.lists,
+            )
+        else:
+            states, norms, _, features = _states(launch, key, value, initial_state)
+            before = (states, norms) if has_decay else None
+            grid = (N * chunk // launch.tiles.rows, launch.columns, B * H)
+            linear_attention_bwd_query_kernel[grid](
+                query,
+                features,
+                value,
+                states,
+                norms,
+                rows,
+                normaliser,
+                grad,
+                d_query,
+                *packed,
+                row_terms,
+                *query.stride()[:3],
+                *value.stride()[:3],
+                *rows.stride()[:3],
+                *grad.stride()[:3],
+                **launch.options("bwd_query"),
+            )
 
         sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=query.device)
         linear_attention_bwd_sum_kernel[(N, launch.columns, B * K)](
@@ -348,7 +380,6 @@ class _LinearAttention(torch.autograd.Function):
             sums,
             **launch.options("bwd_sum"),
         )
-        before = (states, norms) if has_decay else None
         d_states, d_norms, d_first, products = _scan(
             launch, sums, d_last.contiguous(), before, reverse=True
         )
