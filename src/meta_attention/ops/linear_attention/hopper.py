@@ -197,7 +197,7 @@ def copy_rows(tile, ptr, t, stride, is_row, c):
 
 @gluon.jit
 def store_rows(ptr, x, t, stride, is_row, c, TILE: gl.constexpr):
-    """[t, c], with rows as ``load_layout`` has them."""
+    """[t, c], for rows as ``load_layout`` or ``tile_layout`` has them."""
     t = gl.convert_layout(t.to(gl.int64) * stride, gl.SliceLayout(1, TILE), assert_trivial=True)
     is_row = gl.convert_layout(is_row, gl.SliceLayout(1, TILE), assert_trivial=True)
     at = gl.expand_dims(t, 1) + gl.expand_dims(c, 0)
@@ -205,18 +205,17 @@ def store_rows(ptr, x, t, stride, is_row, c, TILE: gl.constexpr):
 
 
 @gluon.jit
-def put_queries(tile, sums_tile, norm_tile, LAYOUT: gl.constexpr, NORMALISE: gl.constexpr):
+def put_queries(tile, sums_tile, norm_tile, LAYOUT: gl.constexpr):
     """Features in place of queries, less the shift of each row, and their products with the norm.
 
     As ``load_queries`` of forward.py; rows that are not listed hold anything.
     """
-    if NORMALISE:
-        q = tile.load(LAYOUT).to(gl.float32)
-        q = q - gl.expand_dims(gl.minimum(gl.max(q, axis=1), 0.0), 1)
-        u = features(q, NORMALISE).to(tile.dtype)
-        tile.store(u)
-        norm = gl.expand_dims(norm_tile.load(gl.SliceLayout(0, LAYOUT)), 0)
-        sums_tile.store(gl.sum(u.to(gl.float32) * norm, axis=1))
+    q = tile.load(LAYOUT).to(gl.float32)
+    q = q - gl.expand_dims(gl.minimum(gl.max(q, axis=1), 0.0), 1)
+    u = features(q, True).to(tile.dtype)
+    tile.store(u)
+    norm = gl.expand_dims(norm_tile.load(gl.SliceLayout(0, LAYOUT)), 0)
+    sums_tile.store(gl.sum(u.to(gl.float32) * norm, axis=1))
 
 
 @gluon.jit
@@ -441,14 +440,15 @@ def linear_attention_hopper_fwd_kernel(
                     first, stop, following, member, GROUP
                 )
                 async_copy.wait_group(0)
-                for i in gl.static_range(CHUNK // PART):
-                    put_queries(
-                        u_tile.slice(i * PART, PART),
-                        d_tile.slice(i * PART, PART),
-                        norm_tile,
-                        LOAD,
-                        NORMALISE,
-                    )
+                if NORMALISE:
+                    for i in gl.static_range(CHUNK // PART):
+                        if first + i * PART < stop:
+                            put_queries(
+                                u_tile.slice(i * PART, PART),
+                                d_tile.slice(i * PART, PART),
+                                norm_tile,
+                                LOAD,
+                            )
                 fence_async_shared()
                 all_warps()
 
@@ -554,6 +554,20 @@ def describe(x: Tensor, width: int) -> tuple[TensorDescriptor, tuple[int, int, i
     return TensorDescriptor(x, list(shape), [shape[1], 1], block, tile), offsets
 
 
+def aligned(x: Tensor) -> Tensor:
+    """``x`` [B, T, H, P], or a copy whose rows can be copied 16 bytes at a time."""
+    is_aligned = x.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides_of(x))
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """Strides of [B, T, H]; those of axes with one entry may be anything otherwise."""
+    return tuple(
+        0 if size == 1 else stride
+        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+    )
+
+
 def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
     """What every segment adds to the state, [B, K, G, P * P + P]."""
     B, T, K, P = key.shape
@@ -591,6 +605,7 @@ def walk_rows(
 ) -> None:
     """Rows and their normalisers, from the states before every segment."""
     B, T, K, P = key.shape
+    query = aligned(query)
     segments, chunks = cut_segments(T, B * K, P)
     k_desc, k_offsets = describe(key, P)
     v_desc, v_offsets = describe(value, COLUMNS.value)
@@ -609,7 +624,7 @@ def walk_rows(
         chunks,
         *k_offsets,
         *v_offsets,
-        *query.stride()[:3],
+        *strides_of(query),
         *rows.stride()[:3],
         *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
         GROUP=lists["GROUP"],
