@@ -55,7 +55,7 @@ GluonJITFunction.__getitem__ = compile_only
 def main():
     from meta_attention.ops.controller_logits import Network
     from meta_attention.ops.controller_logits.kernel import controller_logits_triton
-    from meta_attention.ops.linear_attention import hopper_backward as linear_hopper
+    from meta_attention.ops.linear_attention import hopper as linear_hopper
     from meta_attention.ops.linear_attention.kernel import linear_attention_triton
     from meta_attention.ops.rotary.kernel import rotate_triton
     from meta_attention.ops.route_merge.kernel import route_merge_triton

@@ -13,8 +13,7 @@ for t from s to the end of its chunk; the state is that of the chunks after. Bot
 rows, f or v, with all columns of one packed tensor, here called wide, and those 64 columns of the
 other that a program works out, called narrow.
 
-It covers bfloat16 without padding, documents or decay, for head widths of 64 and 128: see
-``can_run``. ``backward.py`` covers everything and is the definition of what this does.
+It covers what ``hopper.py`` does. ``backward.py`` covers everything and is the definition of what this does.
 """
 
 from typing import Any
@@ -480,20 +479,6 @@ def linear_attention_hopper_key_kernel(
         )  # fmt: skip
 
 
-def can_run(key: Tensor, value: Tensor, is_plain: bool) -> bool:
-    """Whether this kernel covers the case: nothing masked, keys in a layout it can copy."""
-    return (
-        is_plain
-        and key.is_cuda
-        and torch.version.hip is None
-        and key.dtype == torch.bfloat16
-        and key.shape[-1] in (64, 128)
-        and torch.cuda.get_device_capability(key.device)[0] == 9
-        and as_matrix(key) is not None
-        and as_matrix(value) is not None
-    )
-
-
 def segment_length(key: Tensor) -> int:
     """Tokens between two states: few states, and work for every multiprocessor."""
     B, T, K, P = key.shape
@@ -519,13 +504,14 @@ def launch_key_gradients(
     """Gradients of keys and values, from those of the states after every segment."""
     B, T, K, P = key.shape
     d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
-    (key_shape, key_offsets), (value_shape, value_offsets) = as_matrix(key), as_matrix(value)
-    wide = gl.NVMMASharedLayout.get_default_for([CHUNK, P], gl.bfloat16)
-    narrow = gl.NVMMASharedLayout.get_default_for([CHUNK, COLUMNS], gl.bfloat16)
+    layouts = as_matrix(key), as_matrix(value)
+    assert layouts[0] is not None and layouts[1] is not None
+    (key_shape, key_offsets), (value_shape, value_offsets) = layouts
 
     def describe(x: Tensor, shape: tuple[int, int], columns: int) -> TensorDescriptor:
-        layout = wide if columns == P else narrow
-        return TensorDescriptor(x, list(shape), [shape[1], 1], [CHUNK, columns], layout)
+        block = [CHUNK, columns]
+        tile = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+        return TensorDescriptor(x, list(shape), [shape[1], 1], block, tile)
 
     packed = (packed_u.numel() // P, P)
     N = d_states.shape[2]

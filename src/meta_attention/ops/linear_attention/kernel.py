@@ -9,6 +9,9 @@ place of keys: their sums, scanned from the end, are the gradients of the states
 
 Decay enters as its sum since the start of the chunk, so that no exponent is above 0. Nothing waits
 for the device: tiles of a list that have no rows return at once.
+
+Hopper GPUs have kernels of their own for the plain case. They cut the tokens into few segments in
+place of many chunks, and walk along each: see ``hopper.py``.
 """
 
 from dataclasses import dataclass
@@ -22,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.heads import last_contiguous
-from meta_attention.ops.linear_attention import hopper_backward
+from meta_attention.ops.linear_attention import hopper, hopper_backward, hopper_query_gradient
 from meta_attention.ops.linear_attention.backward import (
     linear_attention_bwd_decay_kernel,
     linear_attention_bwd_key_kernel,
@@ -218,8 +221,7 @@ def _scan(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """States and norms of every chunk, the last state, and products with those of ``before``."""
-    B, K, N = sums.shape[:3]
-    P = launch.P
+    B, K, N, P = launch.B, launch.K, sums.shape[2], launch.P
     states = torch.empty(B, K, N, P, P, dtype=dtype or launch.compute, device=sums.device)
     norms = torch.empty(B, K, N, P, dtype=torch.float32, device=sums.device)
     last = torch.empty(B, K, P, P + 1, dtype=torch.float32, device=sums.device)
@@ -348,12 +350,6 @@ class _LinearAttention(torch.autograd.Function):
             **launch.options("bwd_query"),
         )
 
-        is_plain = not (has_decay or launch.tokens["HAS_MASK"])
-        if hopper_backward.can_run(value, is_plain):
-            d_key, d_value, d_first = _key_gradients(launch, features, value, packed, d_last)
-            d_initial = None if initial_state is None else d_first
-            return d_query, d_key, d_value, None, d_initial, passed, None, None, None
-
         sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=query.device)
         linear_attention_bwd_sum_kernel[(N, launch.columns, B * K)](
             *packed,
@@ -389,36 +385,76 @@ class _LinearAttention(torch.autograd.Function):
         return d_query, d_key, d_value, d_decay, d_initial, passed, None, None, None
 
 
-def _key_gradients(
-    launch: Launch,
-    features: Tensor,
-    value: Tensor,
-    packed: tuple[Tensor, Tensor, Tensor],
-    d_last: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of keys, values and the first state, by segments in place of chunks."""
-    B, T, K, P = value.shape
-    segment = hopper_backward.segment_length(B, T, K, P)
-    N = triton.cdiv(T, segment)
-    sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=value.device)
-    options = launch.options("bwd_sum") | SEGMENT_SUM | {"N": N, "CHUNK": segment}
-    linear_attention_bwd_sum_kernel[(N, triton.cdiv(P, options["BLOCK_C"]), B * K)](
-        *packed, sums, **options
-    )
-    d_states, d_norms, d_first, _ = _scan(
-        launch, sums, d_last.contiguous(), reverse=True, dtype=torch.float32
-    )
-    d_key, d_value = hopper_backward.launch_key_gradients(
-        features,
-        value,
-        *packed,
-        d_states,
-        d_norms,
-        segment,
-        launch.lists,
-        launch.tokens["NORMALISE"],
-    )
-    return d_key, d_value, d_first
+class _WalkedLinearAttention(torch.autograd.Function):
+    """The same by the kernels for Hopper GPUs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        initial_state: Tensor | None,
+        rows: Tensor,
+        normalise: bool,
+        queries: QueryList | None,
+    ) -> tuple[Tensor, Tensor]:
+        B, T, H, _ = query.shape
+        launch = _plan_launch(query, key, None, None, normalise, queries)
+        sums = hopper.sum_segments(key, value, normalise)
+        states, norms, last, _ = _scan(launch, sums, initial_state, dtype=torch.float32)
+        normaliser = torch.empty(B, H, T, dtype=torch.float32, device=query.device)
+        hopper.walk_rows(
+            query, key, value, states, norms, rows, normaliser, normalise, launch.lists
+        )
+        ctx.save_for_backward(query, key, value, rows.detach(), normaliser, states, norms)
+        ctx.launch, ctx.has_initial = launch, initial_state is not None
+        return rows, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, rows, normaliser, states, norms = ctx.saved_tensors
+        launch: Launch = ctx.launch
+        B, T, H, P = query.shape
+        K, normalise = launch.K, launch.tokens["NORMALISE"]
+        new = torch.zeros if launch.lists["HAS_LIST"] else torch.empty
+        d_query = new(B, T, H, P, dtype=query.dtype, device=query.device)
+        packed = (
+            torch.empty(B, H, T, P, dtype=launch.compute, device=query.device),
+            torch.empty(B, H, T, P, dtype=launch.compute, device=query.device),
+            torch.empty_like(normaliser),
+        )
+        hopper_query_gradient.walk_query_gradients(
+            query,
+            key,
+            value,
+            states,
+            norms,
+            rows,
+            normaliser,
+            last_contiguous(grad),
+            d_query,
+            packed,
+            normalise,
+            launch.lists,
+        )
+
+        segment = hopper_backward.segment_length(key)
+        N = triton.cdiv(T, segment)
+        sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=key.device)
+        options = launch.options("bwd_sum") | SEGMENT_SUM | {"N": N, "CHUNK": segment}
+        linear_attention_bwd_sum_kernel[(N, triton.cdiv(P, options["BLOCK_C"]), B * K)](
+            *packed, sums, **options
+        )
+        d_states, d_norms, d_first, _ = _scan(
+            launch, sums, d_last.contiguous(), reverse=True, dtype=torch.float32
+        )
+        d_key, d_value = hopper_backward.launch_key_gradients(
+            key, value, *packed, d_states, d_norms, segment, launch.lists, normalise
+        )
+        d_initial = d_first if ctx.has_initial else None
+        return d_query, d_key, d_value, d_initial, grad, None, None
 
 
 def _d_decay(launch: Launch, row_terms: Tensor, key_terms: Tensor, products: Tensor) -> Tensor:
@@ -465,13 +501,18 @@ def linear_attention_triton(
         rows = new(query.shape, dtype=query.dtype, device=query.device)
     query, key, value = (last_contiguous(x.to(query.dtype)) for x in (query, key, value))
     # Triton launches on the current device; backward runs on that of its forward anyway
+    initial_state = None if initial_state is None else initial_state.float().contiguous()
     with torch.cuda.device_of(query):
+        if hopper.can_run(query, key, value, mask, decay):
+            return _WalkedLinearAttention.apply(
+                query, key, value, initial_state, rows, normalise, queries
+            )
         return _LinearAttention.apply(
             query,
             key,
             value,
             None if decay is None else decay.float(),
-            None if initial_state is None else initial_state.float().contiguous(),
+            initial_state,
             rows,
             mask,
             normalise,

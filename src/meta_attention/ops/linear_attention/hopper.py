@@ -1,0 +1,637 @@
+"""Linear attention, forward, for Hopper GPUs: programs that walk along the tokens.
+
+    sums    what every segment of the tokens adds to the state      parallel over segments
+    scan    the state before every segment, and the last            kernel.py's
+    walk    rows, from the state before the segment on              parallel over segments
+
+A program holds 64 columns of the state in registers and takes 64 tokens at a time, which the copy
+engine brings while it works on those before. So nothing is written for every chunk, neither states
+nor features, and two programs on a multiprocessor take turns. It is written in Gluon, Triton's
+lower-level dialect: the state stays where the tensor cores sum it.
+
+It covers bfloat16 without padding, documents or decay, for head widths of 64 and 128: see
+``can_run``. ``kernel.py`` covers everything and is the definition of what this does.
+
+In here, a tile of rows is laid out in one of three ways: LOAD for whole rows as memory has them,
+TILE for the program's columns of the same rows in the same threads, and MMA for the tensor cores.
+"""
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from meta_attention.ops.heads import as_matrix
+from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
+from meta_attention.ops.route_plan import RANK_BLOCK
+from meta_attention.ops.routed_attention.forward import LOG2_E
+from meta_attention.ops.routed_attention.hopper import copy_tile
+
+# tokens at a time: the rank table says which entries of a list are among them
+CHUNK = gl.constexpr(RANK_BLOCK)
+
+# rows of a tile that a thread works on at once, so that registers suffice
+PART = gl.constexpr(32)
+
+# of the state, in a program
+COLUMNS = gl.constexpr(64)
+
+SUM_STAGES, WALK_STAGES = 3, 2
+
+# two programs for each multiprocessor of a large GPU
+PROGRAMS = 264
+
+# what it costs to start on a segment, in chunks, and the segments there may be
+START_COST, MAX_PROGRAMS = 4, 4 * PROGRAMS
+
+# renamed between the versions of Triton we run on
+all_warps = getattr(gl, "barrier", None) or gl.thread_barrier
+gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def load_layout(width):
+    """Rows of ``width``, 16 bytes to a thread."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def tile_layout(width):
+    """64 columns of such rows, each row in the threads that ``load_layout`` has it in."""
+    return gl.BlockedLayout([1, 512 // width], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def mma_layout():
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+
+
+@gluon.jit
+def features(x, NORMALISE: gl.constexpr):
+    if NORMALISE:
+        # by itself, the compiler takes care of results below 1e-38 in three more instructions
+        below = gl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [gl.minimum(x, 0.0) * LOG2_E],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        x = gl.maximum(x, 0.0) + below
+    return x
+
+
+@gluon.jit
+def copy_chunk(
+    n,
+    begin,
+    end,
+    a_desc,
+    b_desc,
+    a_tiles,
+    b_tiles,
+    ready,
+    a_row,
+    a_column,
+    b_row,
+    b_column,
+    STAGES: gl.constexpr,
+):
+    """Have chunk ``n`` of keys and values copied, if there is one."""
+    stage = (n - begin) % STAGES
+    barrier = ready.index(stage)
+    is_chunk = n < end
+    mbarrier.expect(barrier, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=is_chunk)
+    copy_tile(
+        a_desc, [a_row + n * CHUNK, a_column], barrier, a_tiles.index(stage), pred=is_chunk
+    )
+    copy_tile(
+        b_desc, [b_row + n * CHUNK, b_column], barrier, b_tiles.index(stage), pred=is_chunk
+    )
+
+
+@gluon.jit
+def put_features(
+    f_tile, k_tile, start, T, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, NORMALISE: gl.constexpr
+):
+    """Features of a tile of keys into another, and their sums as far as each thread has them.
+
+    They are zero beyond the last token: other rows of the matrix follow there.
+    """
+    ROWS: gl.constexpr = 1024 // WIDTH
+    for i in gl.static_range(CHUNK // PART):
+        s = start + i * PART + gl.arange(0, PART, layout=gl.SliceLayout(1, LAYOUT))
+        k = k_tile.slice(i * PART, PART).load(LAYOUT)
+        f = gl.where(gl.expand_dims(s < T, 1), features(k.to(gl.float32), NORMALISE), 0.0)
+        f = f.to(k_tile.dtype)
+        f_tile.slice(i * PART, PART).store(f)
+        part = gl.sum(f.to(gl.float32).reshape([PART // ROWS, ROWS, f.shape[1]]), axis=0)
+        if i == 0:
+            total = part
+        else:
+            total = total + part
+    return gl.convert_layout(total, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def drop_beyond(tile, start, T, LAYOUT: gl.constexpr):
+    """Zero a tile of values beyond the last token, where even 0 times what is there may be NaN."""
+    if start + CHUNK > T:
+        s = start + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+        v = tile.load(LAYOUT).to(gl.float32)
+        tile.store(gl.where(gl.expand_dims(s < T, 1), v, 0.0).to(tile.dtype))
+
+
+@gluon.jit
+def sum_in_warp(total, WIDTH: gl.constexpr):
+    """[4, columns], a row for each warp, of the sums of ``put_features``."""
+    return gl.sum(total.reshape([4, 256 // WIDTH, total.shape[1]]), axis=1)
+
+
+@gluon.jit
+def add_warps(total_tile, parts_tile):
+    """Add what ``sum_in_warp`` has left in shared memory to a total that is there, too."""
+    PARTS: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
+    total = total_tile.load(gl.SliceLayout(0, PARTS))
+    total_tile.store(total + gl.sum(parts_tile.load(PARTS), axis=0))
+
+
+@gluon.jit
+def rank_at(ranks_ptr, n, T, HAS_LIST: gl.constexpr):
+    """How many rows come before chunk ``n``."""
+    if HAS_LIST:
+        rank = gl.load(ranks_ptr + n)
+    else:
+        rank = gl.minimum(n * CHUNK, T)
+    return rank
+
+
+@gluon.jit
+def load_positions(positions_ptr, slot, stop, HAS_LIST: gl.constexpr):
+    if HAS_LIST:
+        t = gl.load(positions_ptr + slot, mask=slot < stop, other=0)
+    else:
+        t = slot
+    return t
+
+
+@gluon.jit
+def copy_rows(tile, ptr, t, stride, is_row, c):
+    """Have [t, c] copied, of what is listed only."""
+    at = gl.expand_dims(t.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
+    gather(tile, ptr + at, mask=gl.expand_dims(is_row, 1))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def store_rows(ptr, x, t, stride, is_row, c, TILE: gl.constexpr):
+    """[t, c], for rows as ``load_layout`` or ``tile_layout`` has them."""
+    t = gl.convert_layout(t.to(gl.int64) * stride, gl.SliceLayout(1, TILE), assert_trivial=True)
+    is_row = gl.convert_layout(is_row, gl.SliceLayout(1, TILE), assert_trivial=True)
+    at = gl.expand_dims(t, 1) + gl.expand_dims(c, 0)
+    gl.store(ptr + at, x, mask=gl.expand_dims(is_row, 1))
+
+
+@gluon.jit
+def put_queries(tile, sums_tile, norm_tile, LAYOUT: gl.constexpr):
+    """Features in place of queries, less the shift of each row, and their products with the norm.
+
+    As ``load_queries`` of forward.py; rows that are not listed hold anything.
+    """
+    q = tile.load(LAYOUT).to(gl.float32)
+    q = q - gl.expand_dims(gl.minimum(gl.max(q, axis=1), 0.0), 1)
+    u = features(q, True).to(tile.dtype)
+    tile.store(u)
+    norm = gl.expand_dims(norm_tile.load(gl.SliceLayout(0, LAYOUT)), 0)
+    sums_tile.store(gl.sum(u.to(gl.float32) * norm, axis=1))
+
+
+@gluon.jit
+def next_rows(first, stop, following, member, GROUP: gl.constexpr):
+    """Rows and query head of the group that come after those of ``member``."""
+    next_first = stop
+    next_stop = following
+    next_member = 0
+    if GROUP > 1:
+        if member + 1 < GROUP:
+            next_first = first
+            next_stop = stop
+            next_member = member + 1
+    return next_first, next_stop, next_member
+
+
+@gluon.jit
+def add_chunk(state, left, right):
+    """The state after a chunk whose rows, if any, have been worked out."""
+    fence_async_shared()
+    all_warps()
+    state = warpgroup_mma(left.permute((1, 0)), right, state, is_async=True)
+    return warpgroup_mma_wait(0, deps=(state,))
+
+
+@gluon.jit
+def linear_attention_hopper_sum_kernel(
+    k_desc,
+    v_desc,
+    sums_ptr,  # [B, K, G, P * P + P] float32
+    T,
+    K,
+    chunks,  # of a segment
+    k_rows_b,
+    k_rows_h,
+    k_columns_h,
+    v_rows_b,
+    v_rows_h,
+    v_columns_h,
+    P: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """What one segment adds to some columns of the state."""
+    LOAD: gl.constexpr = load_layout(P)
+    TILE: gl.constexpr = tile_layout(P)
+    MMA: gl.constexpr = mma_layout()
+    dtype: gl.constexpr = k_desc.dtype
+    half = gl.program_id(0)
+    bk = gl.program_id(2)
+    b = bk // K
+    kv = bk % K
+    begin = gl.program_id(1) * chunks
+    end = gl.minimum(begin + chunks, gl.cdiv(T, CHUNK))
+    k_row = b * k_rows_b + kv * k_rows_h
+    k_column = kv * k_columns_h
+    v_row = b * v_rows_b + kv * v_rows_h
+    v_column = kv * v_columns_h + half * COLUMNS
+
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], v_desc.layout)
+    f_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    all_warps()
+    for i in gl.static_range(STAGES - 1):
+        copy_chunk(
+            begin + i, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column, v_row,
+            v_column, STAGES,
+        )  # fmt: skip
+
+    state = gl.zeros([P, COLUMNS], gl.float32, MMA)
+    norm = gl.zeros([1024 // P, P], gl.float32, LOAD)
+    for n in range(begin, end):
+        copy_chunk(
+            n + STAGES - 1, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column,
+            v_row, v_column, STAGES,
+        )  # fmt: skip
+        stage = (n - begin) % STAGES
+        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
+        total = put_features(f_tile, k_tiles.index(stage), n * CHUNK, T, P, LOAD, NORMALISE)
+        norm += total
+        drop_beyond(v_tiles.index(stage), n * CHUNK, T, TILE)
+        state = add_chunk(state, f_tile, v_tiles.index(stage))
+        # before anything writes where others may still read
+        all_warps()
+
+    group = gl.program_id(1)
+    sums_ptr += (bk.to(gl.int64) * gl.num_programs(1) + group) * (P * P + P)
+    row = gl.arange(0, P, layout=gl.SliceLayout(1, MMA))
+    c = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
+    gl.store(sums_ptr + gl.expand_dims(row * P, 1) + gl.expand_dims(c, 0), state)
+    if half == 0:
+        p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
+        gl.store(sums_ptr + P * P + p, gl.sum(norm, axis=0))
+
+
+@gluon.jit
+def linear_attention_hopper_fwd_kernel(
+    query_ptr,
+    k_desc,
+    v_desc,
+    states_ptr,  # [B, K, G, P, P] float32, before every segment
+    norms_ptr,  # [B, K, G, P] float32
+    rows_ptr,
+    normaliser_ptr,  # [B, H, T] float32
+    positions_ptr,  # [B, 1 or K, T] int32
+    ranks_ptr,  # [B, 1 or K, chunks + 1] int32
+    T,
+    K,
+    chunks,  # of a segment
+    k_rows_b,
+    k_rows_h,
+    k_columns_h,
+    v_rows_b,
+    v_rows_h,
+    v_columns_h,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    stride_pb,
+    stride_pg,
+    stride_rb,
+    stride_rg,
+    GROUP: gl.constexpr,
+    P: gl.constexpr,
+    MIN_NORMALISER: gl.constexpr,
+    HAS_LIST: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Some columns of the rows of one segment, for all query heads of a key-value head."""
+    LOAD: gl.constexpr = load_layout(P)
+    TILE: gl.constexpr = tile_layout(P)
+    MMA: gl.constexpr = mma_layout()
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    dtype: gl.constexpr = k_desc.dtype
+    half = gl.program_id(0)
+    segment = gl.program_id(1)
+    bk = gl.program_id(2)
+    b = bk // K
+    kv = bk % K
+    begin = segment * chunks
+    end = gl.minimum(begin + chunks, gl.cdiv(T, CHUNK))
+    k_row = b * k_rows_b + kv * k_rows_h
+    k_column = kv * k_columns_h
+    v_row = b * v_rows_b + kv * v_rows_h
+    v_column = kv * v_columns_h + half * COLUMNS
+    b = b.to(gl.int64)
+    kv = kv.to(gl.int64)
+    query_ptr += b * stride_qb + kv * GROUP * stride_qh
+    rows_ptr += b * stride_ob + kv * GROUP * stride_oh + half * COLUMNS
+    normaliser_ptr += bk.to(gl.int64) * GROUP * T
+    if HAS_LIST:
+        positions_ptr += b * stride_pb + kv * stride_pg
+        ranks_ptr += b * stride_rb + kv * stride_rg
+
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], v_desc.layout)
+    f_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
+    u_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
+    s_tile = gl.allocate_shared_memory(dtype, [P, COLUMNS], v_desc.layout)
+    d_tile = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
+    norm_tile = gl.allocate_shared_memory(gl.float32, [P], LINE)
+    parts_tile = gl.allocate_shared_memory(gl.float32, [4, P], LINES)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    all_warps()
+    for i in gl.static_range(STAGES - 1):
+        copy_chunk(
+            begin + i, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column, v_row,
+            v_column, STAGES,
+        )  # fmt: skip
+
+    # the first rows, then the state before the segment
+    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
+    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
+    following = rank_at(ranks_ptr, gl.minimum(begin + 2, end), T, HAS_LIST)
+    line = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LOAD))
+    p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
+    t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
+    copy_rows(u_tile, query_ptr, t, stride_qt, first + line < stop, p)
+    at = bk.to(gl.int64) * gl.num_programs(1) + segment
+    state_row = gl.arange(0, P, layout=ROW)
+    state_column = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
+    state_at = gl.expand_dims(state_row * P, 1) + gl.expand_dims(state_column, 0)
+    state = gl.load(states_ptr + at * P * P + state_at)
+    norm_tile.store(gl.load(norms_ptr + at * P + p))
+    s_tile.store(state.to(dtype))
+
+    empty = gl.zeros([CHUNK, COLUMNS], gl.float32, MMA)
+    row = gl.arange(0, CHUNK, layout=ROW)
+    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, MMA))
+    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
+    for n in range(begin, end):
+        copy_chunk(
+            n + STAGES - 1, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column,
+            v_row, v_column, STAGES,
+        )  # fmt: skip
+        later = rank_at(ranks_ptr, gl.minimum(n + 3, end), T, HAS_LIST)
+        stage = (n - begin) % STAGES
+        v_tile = v_tiles.index(stage)
+        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
+        total = put_features(f_tile, k_tiles.index(stage), n * CHUNK, T, P, LOAD, NORMALISE)
+        if NORMALISE:
+            parts_tile.store(sum_in_warp(total, P))
+        drop_beyond(v_tile, n * CHUNK, T, TILE)
+
+        if first < stop:
+            for member in range(GROUP):
+                next_first, next_stop, next_member = next_rows(
+                    first, stop, following, member, GROUP
+                )
+                async_copy.wait_group(0)
+                if NORMALISE:
+                    for i in gl.static_range(CHUNK // PART):
+                        if first + i * PART < stop:
+                            put_queries(
+                                u_tile.slice(i * PART, PART),
+                                d_tile.slice(i * PART, PART),
+                                norm_tile,
+                                LOAD,
+                            )
+                fence_async_shared()
+                all_warps()
+
+                scores = warpgroup_mma(
+                    u_tile, f_tile.permute((1, 0)), empty, use_acc=False, is_async=True
+                )
+                if GROUP == 1:
+                    state = warpgroup_mma(f_tile.permute((1, 0)), v_tile, state, is_async=True)
+                at_row = load_positions(positions_ptr, first + row, stop, HAS_LIST)
+                scores = warpgroup_mma_wait(1 if GROUP == 1 else 0, deps=(scores,))
+                sees = gl.expand_dims(n * CHUNK + s, 0) <= gl.expand_dims(at_row, 1)
+                weights = gl.where(sees, scores, 0.0).to(dtype)
+                # not before: there are no registers for the scores and this
+                acc = warpgroup_mma(u_tile, s_tile, empty, use_acc=False, is_async=True)
+                operand = gl.convert_layout(weights, OPERAND)
+                acc = warpgroup_mma(operand, v_tile, acc, is_async=True)
+                next_t = load_positions(positions_ptr, next_first + line, next_stop, HAS_LIST)
+                if NORMALISE:
+                    den = d_tile.load(ROW) + gl.sum(weights.to(gl.float32), axis=1)
+                    den = gl.maximum(den, MIN_NORMALISER)
+                if GROUP == 1:
+                    acc, operand, state = warpgroup_mma_wait(0, deps=(acc, operand, state))
+                else:
+                    acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
+                if NORMALISE:
+                    acc = acc * gl.expand_dims(1.0 / den, 1)
+                    if half == 0:
+                        gl.store(
+                            normaliser_ptr + member * T + at_row, den, mask=first + row < stop
+                        )
+                t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
+                out = gl.convert_layout(acc.to(rows_ptr.dtype.element_ty), TILE)
+                store_rows(
+                    rows_ptr + member * stride_oh, out, t, stride_ot, first + line < stop, c, TILE
+                )
+                # before anything writes where others may still read
+                all_warps()
+                copy_rows(
+                    u_tile,
+                    query_ptr + next_member * stride_qh,
+                    next_t,
+                    stride_qt,
+                    next_first + line < next_stop,
+                    p,
+                )
+            if GROUP > 1:
+                state = add_chunk(state, f_tile, v_tile)
+                all_warps()
+        else:
+            next_t = load_positions(positions_ptr, stop + line, following, HAS_LIST)
+            copy_rows(u_tile, query_ptr, next_t, stride_qt, stop + line < following, p)
+            state = add_chunk(state, f_tile, v_tile)
+            all_warps()
+        if NORMALISE:
+            add_warps(norm_tile, parts_tile)
+        s_tile.store(state.to(dtype))
+        first = stop
+        stop = following
+        following = later
+
+
+def can_run(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, decay: Tensor | None
+) -> bool:
+    """Whether these kernels cover the case: nothing masked or shrunk, in a layout they can copy."""
+    return (
+        mask is None
+        and decay is None
+        and query.is_cuda
+        and torch.version.hip is None
+        and query.dtype == torch.bfloat16
+        and query.shape[-1] in (64, 128)
+        and as_matrix(key) is not None
+        and as_matrix(value) is not None
+        and torch.cuda.get_device_capability(query.device)[0] == 9
+    )
+
+
+def cut_segments(T: int, heads: int, P: int) -> tuple[int, int]:
+    """How many segments there are, and of how many chunks, for ``heads`` states.
+
+    So that the programs, each of which walks along one segment, end at about the same time.
+    """
+    chunks = triton.cdiv(T, CHUNK.value)
+    programs = heads * (P // COLUMNS.value)
+    most = max(1, min(triton.cdiv(chunks, 4), MAX_PROGRAMS // programs))
+
+    def cost(segments: int) -> int:
+        rounds = triton.cdiv(segments * programs, PROGRAMS)
+        return rounds * (triton.cdiv(chunks, segments) + START_COST)
+
+    length = triton.cdiv(chunks, min(range(1, most + 1), key=cost))
+    return triton.cdiv(chunks, length), length
+
+
+def describe(x: Tensor, width: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+    """Keys or values for the copy engine, and where in the matrix their heads are."""
+    layout = as_matrix(x)
+    assert layout is not None
+    shape, offsets = layout
+    block = [CHUNK.value, width]
+    tile = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    return TensorDescriptor(x, list(shape), [shape[1], 1], block, tile), offsets
+
+
+def aligned(x: Tensor) -> Tensor:
+    """``x`` [B, T, H, P], or a copy whose rows can be copied 16 bytes at a time."""
+    is_aligned = x.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides_of(x))
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """Strides of [B, T, H]; those of axes with one entry may be anything otherwise."""
+    return tuple(
+        0 if size == 1 else stride
+        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+    )
+
+
+def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
+    """What every segment adds to the state, [B, K, G, P * P + P]."""
+    B, T, K, P = key.shape
+    segments, chunks = cut_segments(T, B * K, P)
+    sums = torch.empty(B, K, segments, P * P + P, dtype=torch.float32, device=key.device)
+    k_desc, k_offsets = describe(key, P)
+    v_desc, v_offsets = describe(value, COLUMNS.value)
+    linear_attention_hopper_sum_kernel[(P // COLUMNS.value, segments, B * K)](
+        k_desc,
+        v_desc,
+        sums,
+        T,
+        K,
+        chunks,
+        *k_offsets,
+        *v_offsets,
+        P=P,
+        NORMALISE=normalise,
+        STAGES=SUM_STAGES,
+        num_warps=4,
+    )
+    return sums
+
+
+def walk_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    states: Tensor,
+    norms: Tensor,
+    rows: Tensor,
+    normaliser: Tensor,
+    normalise: bool,
+    lists: dict[str, object],
+) -> None:
+    """Rows and their normalisers, from the states before every segment."""
+    B, T, K, P = key.shape
+    query = aligned(query)
+    segments, chunks = cut_segments(T, B * K, P)
+    k_desc, k_offsets = describe(key, P)
+    v_desc, v_offsets = describe(value, COLUMNS.value)
+    linear_attention_hopper_fwd_kernel[(P // COLUMNS.value, segments, B * K)](
+        query,
+        k_desc,
+        v_desc,
+        states,
+        norms,
+        rows,
+        normaliser,
+        lists["positions_ptr"],
+        lists["ranks_ptr"],
+        T,
+        K,
+        chunks,
+        *k_offsets,
+        *v_offsets,
+        *strides_of(query),
+        *rows.stride()[:3],
+        *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
+        GROUP=lists["GROUP"],
+        P=P,
+        MIN_NORMALISER=MIN_NORMALISER,
+        HAS_LIST=lists["HAS_LIST"],
+        NORMALISE=normalise,
+        STAGES=WALK_STAGES,
+        num_warps=4,
+    )
