@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.controller_logits.reference import controller_logits_reference
 from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.launch import apply, ceil_div, next_power_of_2
 
 # tokens of a program, and channels of the hidden state at a time
 TOKENS, CHANNELS = 64, 64
@@ -85,7 +86,7 @@ class ControllerLogits(torch.autograd.Function):
         E, W = weight2.shape
         logits = torch.empty(B, T, E, dtype=torch.float32, device=x.device)
         with torch.cuda.device_of(x):
-            controller_logits_kernel[(triton.cdiv(B * T, TOKENS),)](
+            controller_logits_kernel[(ceil_div(B * T, TOKENS),)](
                 x,
                 position_ids,
                 weight1,
@@ -103,7 +104,7 @@ class ControllerLogits(torch.autograd.Function):
                 E,
                 TOKENS=TOKENS,
                 CHANNELS=CHANNELS,
-                BLOCK_W=max(triton.next_power_of_2(W), 16),
+                BLOCK_W=max(next_power_of_2(W), 16),
                 num_warps=4,
                 num_stages=3,
             )
@@ -128,4 +129,4 @@ class ControllerLogits(torch.autograd.Function):
 def controller_logits_triton(
     x: Tensor, position_ids: Tensor, network: tuple[Tensor, ...], max_positions: int
 ) -> Tensor:
-    return ControllerLogits.apply(last_contiguous(x), position_ids, max_positions, *network)
+    return apply(ControllerLogits, last_contiguous(x), position_ids, max_positions, *network)

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.launch import apply, ceil_div, next_power_of_2
 from meta_attention.ops.linear_attention.backward import (
     linear_attention_bwd_decay_kernel,
     linear_attention_bwd_key_kernel,
@@ -103,7 +103,7 @@ class Launch:
 
     @property
     def columns(self) -> int:
-        return triton.cdiv(self.P, self.tokens["BLOCK_C"])
+        return ceil_div(self.P, self.tokens["BLOCK_C"])
 
     def options(self, kernel: str) -> dict[str, Any]:
         """Arguments of one kernel beside its tensors."""
@@ -133,8 +133,8 @@ def _plan_launch(
     # float16 has not the range for states and normalisers
     compute = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
     tiles = next(tiles for width, tiles in TILES[query.dtype].items() if width >= P)
-    block_p = max(triton.next_power_of_2(P), 16)
-    N = triton.cdiv(T, tiles.chunk)
+    block_p = max(next_power_of_2(P), 16)
+    N = ceil_div(T, tiles.chunk)
 
     documents = past = keeps = None
     if mask is not None:
@@ -217,7 +217,7 @@ def _scan(
     states = torch.empty(B, K, N, P, P, dtype=launch.compute, device=sums.device)
     norms = torch.empty(B, K, N, P, dtype=torch.float32, device=sums.device)
     last = torch.empty(B, K, P, P + 1, dtype=torch.float32, device=sums.device)
-    programs = triton.cdiv(P * P + P, SCAN_BLOCK)
+    programs = ceil_div(P * P + P, SCAN_BLOCK)
     products = None
     if before is not None:
         products = torch.empty(B, K, N, programs, dtype=torch.float32, device=sums.device)
@@ -422,7 +422,8 @@ def linear_attention_triton(
     query, key, value = (last_contiguous(x.to(query.dtype)) for x in (query, key, value))
     # Triton launches on the current device; backward runs on that of its forward anyway
     with torch.cuda.device_of(query):
-        return _LinearAttention.apply(
+        return apply(
+            _LinearAttention,
             query,
             key,
             value,

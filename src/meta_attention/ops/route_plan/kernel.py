@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meta_attention.ops.launch import ceil_div
 from meta_attention.ops.route_plan.reference import RANK_BLOCK
 
 BLOCK = 1024
@@ -68,7 +69,7 @@ def route_plan_kernel(
 @torch.compiler.disable
 def plan_routes_triton(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     B, T, G, E = weights.shape
-    num_ranks = triton.cdiv(T, RANK_BLOCK) + 1
+    num_ranks = ceil_div(T, RANK_BLOCK) + 1
     positions = torch.empty(B, G, E, T, dtype=torch.int32, device=weights.device)
     counts = torch.empty(B, G, E, dtype=torch.int32, device=weights.device)
     ranks = torch.empty(B, G, E, num_ranks, dtype=torch.int32, device=weights.device)
@@ -76,7 +77,7 @@ def plan_routes_triton(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Te
         # a boolean is no pointer type of Triton's
         mask = mask.to(torch.int8 if mask.dtype == torch.bool else mask.dtype).contiguous()
     with torch.cuda.device_of(weights):
-        route_plan_kernel[(triton.cdiv(T, BLOCK), G * E, B)](
+        route_plan_kernel[(ceil_div(T, BLOCK), G * E, B)](
             weights,
             mask,
             positions,
