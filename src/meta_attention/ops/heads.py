@@ -16,10 +16,11 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
         raise ShapeError(f"query must be [B, T, H, P], got {list(query.shape)}")
     B, T, H, P = query.shape
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.dim() != 4 or (tensor.shape[0], tensor.shape[3]) != (B, P) or tensor.shape[1] < T:
+        shape = tensor.shape
+        if len(shape) != 4 or shape[0] != B or shape[1] < T or shape[3] != P:
             raise ShapeError(
                 f"{name} must be [B, S, K, P] = [{B}, S >= {T}, K, {P}] to match query "
-                f"{list(query.shape)}, got {list(tensor.shape)}"
+                f"{list(query.shape)}, got {list(shape)}"
             )
     if key.shape != value.shape:
         raise ShapeError(
