@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.controller_logits.reference import controller_logits_reference
 from meta_attention.ops.heads import last_contiguous
-from meta_attention.ops.launch import apply, ceil_div, next_power_of_2
+from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 
 # tokens of a program, and channels of the hidden state at a time
 TOKENS, CHANNELS = 64, 64
@@ -85,29 +85,15 @@ class ControllerLogits(torch.autograd.Function):
         B, T, D = x.shape
         E, W = weight2.shape
         logits = torch.empty(B, T, E, dtype=torch.float32, device=x.device)
-        with torch.cuda.device_of(x):
-            controller_logits_kernel[(ceil_div(B * T, TOKENS),)](
-                x,
-                position_ids,
-                weight1,
-                bias1,
-                weight2,
-                bias2,
-                logits,
-                B * T,
-                T,
-                *x.stride()[:2],
-                *position_ids.stride(),
-                D,
-                W,
-                max_positions,
-                E,
-                TOKENS=TOKENS,
-                CHANNELS=CHANNELS,
-                BLOCK_W=max(next_power_of_2(W), 16),
-                num_warps=4,
-                num_stages=3,
-            )
+        launch(
+            controller_logits_kernel,
+            (ceil_div(B * T, TOKENS), 1, 1),
+            (x, position_ids, weight1, bias1, weight2, bias2, logits),
+            (B * T, T, *x.stride()[:2], *position_ids.stride(), D, W, max_positions, E),
+            {"TOKENS": TOKENS, "CHANNELS": CHANNELS, "BLOCK_W": max(next_power_of_2(W), 16)},
+            num_warps=4,
+            num_stages=3,
+        )
         ctx.save_for_backward(x, position_ids, *network)
         ctx.max_positions = max_positions
         return logits

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from meta_attention.ops.launch import compute_capability
+from meta_attention.ops.launch import compute_capability, launch
 from meta_attention.ops.routed_attention.forward import LOG2_E
 
 QUERIES = 128
@@ -451,27 +451,19 @@ def launch_forward(
     described = (
         TensorDescriptor(x, list(shape), [shape[1], 1], [KEYS, P], layout) for x in (key, value)
     )
-    routed_attention_hopper_kernel[(num_tiles * B * H,)](
-        query,
-        *described,
-        rows,
-        lse,
-        lists,
-        positions,
-        counts,
-        num_tiles,
-        B * H,
-        *sizes,
-        *query.stride()[:3],
-        *strides,
-        *offsets,
-        P**-0.5,
-        NUM_LISTS=len(lists),
-        SPREAD=spread,
-        QUERIES=QUERIES,
-        KEYS=KEYS,
-        WIDTH=P,
-        STAGES=256 // P,
+    launch(
+        routed_attention_hopper_kernel,
+        (num_tiles * B * H, 1, 1),
+        (query, *described, rows, lse, lists, positions, counts),
+        (num_tiles, B * H, *sizes, *query.stride()[:3], *strides, *offsets, P**-0.5),
+        {
+            "NUM_LISTS": len(lists),
+            "SPREAD": spread,
+            "QUERIES": QUERIES,
+            "KEYS": KEYS,
+            "WIDTH": P,
+            "STAGES": 256 // P,
+        },
         num_warps=4,
         # three groups of warps share the registers, which they then divide among them
         maxnreg=168,

@@ -216,22 +216,21 @@ class _Launch:
         layout = self._layout()
         if hopper.can_run(self.query, self.is_plain, layout):
             assert layout is not None
-            with _on(self.query):
-                hopper.launch_forward(
-                    self.query,
-                    self.key,
-                    self.value,
-                    rows,
-                    lse,
-                    self.lists,
-                    self.plan.positions,
-                    self.plan.counts,
-                    *layout,
-                    self._num_tiles(hopper.QUERIES, len(self.windows)),
-                    self.sizes,
-                    (*_row_strides(rows), _slot_stride(lse)),
-                    SPREAD,
-                )
+            hopper.launch_forward(
+                self.query,
+                self.key,
+                self.value,
+                rows,
+                lse,
+                self.lists,
+                self.plan.positions,
+                self.plan.counts,
+                *layout,
+                self._num_tiles(hopper.QUERIES, len(self.windows)),
+                self.sizes,
+                (*_row_strides(rows), _slot_stride(lse)),
+                SPREAD,
+            )
             return
         tiles = choose_tiles("forward", *self.tiled)
         k_desc, v_desc, offsets, tma = self._descriptors(tiles)
