@@ -10,7 +10,6 @@ Shapes: B batch, T sequence, E experts, G key-value heads that have routes of th
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meta_attention.config import RouteGradient, RoutingName, TrainingWeights
@@ -80,7 +79,7 @@ def choose_routes(
         return Routes(weights, hard=torch.zeros_like(weights[..., 0], dtype=torch.bool))
 
     expert = draw_expert(belief) if draw == "one_hot" else weights.argmax(dim=-1)
-    chosen = F.one_hot(expert, weights.shape[-1]).to(weights.dtype)
+    chosen = torch.zeros_like(weights).scatter_(-1, expert.unsqueeze(-1), 1.0)
     if belief.requires_grad:
         # zero, with the gradient of the belief: added first, so that one and zero stay exact
         carrier = belief - belief.detach()
