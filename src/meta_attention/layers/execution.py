@@ -52,6 +52,14 @@ class ExpertExecution:
         self.config = config
         self.names = names
         self.experts = experts
+        # which heads each expert sees
+        self.kinds = [
+            HeadsKind(
+                0 if config.shared_projections else index,
+                config.use_rope and bool(expert.uses_rope),
+            )
+            for index, expert in enumerate(experts)
+        ]
 
     def on_all(
         self, heads: HeadsByKind, x: Tensor, mask: Tensor | None, memory: RoutedCacheLayer | None
@@ -60,7 +68,7 @@ class ExpertExecution:
         with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
         rows = []
         for index, (name, expert) in enumerate(zip(self.names, self.experts, strict=True)):
-            kind = self._kind_of(index)
+            kind = self.kinds[index]
             if isinstance(expert, RecurrentExpert):
                 state = None if memory is None else memory.states.get(name)
                 row, state = expert(heads[kind], x, new_mask, state)
@@ -117,18 +125,26 @@ class ExpertExecution:
                 buffers[0 if shares else index] = own
 
         for index, (name, other) in enumerate(zip(self.names, self.experts, strict=True)):
-            expert_heads, buffer = self._kind_of(index), 0 if shares else index
-            queries = plan.list_of(index)
+            buffer = 0 if shares else index
             if isinstance(other, RecurrentExpert):
                 state = None if memory is None else memory.states.get(name)
                 buffers[buffer], state = other.attend(
-                    heads[expert_heads], x, new_mask, state, queries, buffers[buffer]
+                    heads[self.kinds[index]],
+                    x,
+                    new_mask,
+                    state,
+                    plan.list_of(index),
+                    buffers[buffer],
                 )
                 if memory is not None:
                     memory.keep_state(name, state)
             elif isinstance(other, Expert) and not isinstance(other, SoftmaxExpert):
                 buffers[buffer] = other.attend(
-                    with_past[expert_heads], x, past_mask, queries, buffers[buffer]
+                    with_past[self.kinds[index]],
+                    x,
+                    past_mask,
+                    plan.list_of(index),
+                    buffers[buffer],
                 )
         if memory is not None:
             memory.advance(x.shape[1])
@@ -176,7 +192,7 @@ class ExpertExecution:
                 linear = self._linear_step(index, heads, memory)
 
         kinds = self._kinds_kept()
-        newest = heads[kinds[0] if kinds else self._kind_of(0)]
+        newest = heads[kinds[0] if kinds else self.kinds[0]]
         key, value = newest.key.transpose(1, 2), newest.value.transpose(1, 2)  # [B, K, 1, P]
         if kinds:
             key, value, length, start = memory.update_newest(key, value, step)
@@ -218,7 +234,7 @@ class ExpertExecution:
 
     def _linear_step(self, index: int, heads: HeadsByKind, memory: RoutedCacheLayer) -> LinearStep:
         """The newest tokens as the linear expert sees them, and its state."""
-        own = heads[self._kind_of(index)]
+        own = heads[self.kinds[index]]
         B, _, K, P = own.key.shape
 
         def zeros() -> Tensor:
@@ -233,7 +249,7 @@ class ExpertExecution:
         windows: dict[HeadsKind, dict[int, int | None]] = {}
         for index, expert in enumerate(self.experts):
             if isinstance(expert, SoftmaxExpert):
-                windows.setdefault(self._kind_of(index), {})[index] = expert.window
+                windows.setdefault(self.kinds[index], {})[index] = expert.window
         return windows
 
     def _leaves_gaps(self, mask: Tensor | None) -> bool:
@@ -280,13 +296,8 @@ class ExpertExecution:
     def _kinds_kept(self) -> list[HeadsKind]:
         """The heads whose keys and values some expert reads from the cache."""
         kinds = (
-            self._kind_of(index)
+            self.kinds[index]
             for index, expert in enumerate(self.experts)
             if not isinstance(expert, RecurrentExpert)
         )
         return list(dict.fromkeys(kinds))
-
-    def _kind_of(self, index: int) -> HeadsKind:
-        """Which heads an expert sees."""
-        own = 0 if self.config.shared_projections else index
-        return HeadsKind(own, self.config.use_rope and bool(self.experts[index].uses_rope))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -12,6 +13,8 @@ from meta_attention.errors import BackendUnavailableError, ConfigError
 
 # what the kernels compute in; anything else, such as a float64 oracle, is for the reference
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+IMPLS = get_args(Impl)
 
 
 def choose_impl(
@@ -53,10 +56,11 @@ def choose_impl(
     return "triton"
 
 
+@cache
 def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
 def _check_name(impl: Impl) -> None:
-    if impl not in get_args(Impl):
-        raise ConfigError(f"impl must be one of {', '.join(get_args(Impl))}, got {impl!r}")
+    if impl not in IMPLS:
+        raise ConfigError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")

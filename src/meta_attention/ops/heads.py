@@ -16,10 +16,11 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
         raise ShapeError(f"query must be [B, T, H, P], got {list(query.shape)}")
     B, T, H, P = query.shape
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.dim() != 4 or (tensor.shape[0], tensor.shape[3]) != (B, P) or tensor.shape[1] < T:
+        shape = tensor.shape
+        if len(shape) != 4 or shape[0] != B or shape[1] < T or shape[3] != P:
             raise ShapeError(
                 f"{name} must be [B, S, K, P] = [{B}, S >= {T}, K, {P}] to match query "
-                f"{list(query.shape)}, got {list(tensor.shape)}"
+                f"{list(query.shape)}, got {list(shape)}"
             )
     if key.shape != value.shape:
         raise ShapeError(
@@ -82,12 +83,13 @@ def as_matrix(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
     the rows of one head may be followed by room for more.
     """
     B, S, K, P = x.shape
-    if x.stride(3) != 1 or x.data_ptr() % 16 or (P * x.element_size()) % 16:
+    stride_b, stride_s, stride_k, stride_p = x.stride()
+    if stride_p != 1 or x.data_ptr() % 16 or (P * x.element_size()) % 16:
         return None
-    if x.stride()[:3] == (S * K * P, K * P, P):
+    if (stride_b, stride_s, stride_k) == (S * K * P, K * P, P):
         return (B * S, K * P), (S, 0, P)
-    if x.stride(1) == P and x.stride(0) % P == 0 and x.stride(2) % P == 0:
-        per_batch, per_head = x.stride(0) // P, x.stride(2) // P
+    if stride_s == P and stride_b % P == 0 and stride_k % P == 0:
+        per_batch, per_head = stride_b // P, stride_k // P
         rows = (B - 1) * per_batch + (K - 1) * per_head + S
         return (rows, P), (per_batch, per_head, 0)
     return None

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.controller_logits.reference import controller_logits_reference
 from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 
 # tokens of a program, and channels of the hidden state at a time
 TOKENS, CHANNELS, WARPS, STAGES = 128, 64, 8, 3
@@ -92,29 +93,15 @@ class ControllerLogits(torch.autograd.Function):
         B, T, D = x.shape
         E, W = weight2.shape
         logits = torch.empty(B, T, E, dtype=torch.float32, device=x.device)
-        with torch.cuda.device_of(x):
-            controller_logits_kernel[(triton.cdiv(B * T, TOKENS),)](
-                x,
-                position_ids,
-                weight1,
-                bias1,
-                weight2,
-                bias2,
-                logits,
-                B * T,
-                T,
-                *x.stride()[:2],
-                *position_ids.stride(),
-                D,
-                W,
-                max_positions,
-                E,
-                TOKENS=TOKENS,
-                CHANNELS=CHANNELS,
-                BLOCK_W=max(triton.next_power_of_2(W), 16),
-                num_warps=WARPS,
-                num_stages=STAGES,
-            )
+        launch(
+            controller_logits_kernel,
+            (ceil_div(B * T, TOKENS), 1, 1),
+            (x, position_ids, weight1, bias1, weight2, bias2, logits),
+            (B * T, T, *x.stride()[:2], *position_ids.stride(), D, W, max_positions, E),
+            {"TOKENS": TOKENS, "CHANNELS": CHANNELS, "BLOCK_W": max(next_power_of_2(W), 16)},
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
         ctx.save_for_backward(x, position_ids, *network)
         ctx.max_positions = max_positions
         return logits
@@ -136,4 +123,4 @@ class ControllerLogits(torch.autograd.Function):
 def controller_logits_triton(
     x: Tensor, position_ids: Tensor, network: tuple[Tensor, ...], max_positions: int
 ) -> Tensor:
-    return ControllerLogits.apply(last_contiguous(x), position_ids, max_positions, *network)
+    return apply(ControllerLogits, last_contiguous(x), position_ids, max_positions, *network)

@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix
+from meta_attention.ops.launch import compute_capability
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
 from meta_attention.ops.route_plan import RANK_BLOCK
 from meta_attention.ops.routed_attention.forward import LOG2_E
@@ -72,9 +73,7 @@ def tile_layout(width):
 
 @gluon.constexpr_function
 def mma_layout():
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
-    )
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
 
 
 @gluon.jit
@@ -114,12 +113,8 @@ def copy_chunk(
     barrier = ready.index(stage)
     is_chunk = n < end
     mbarrier.expect(barrier, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=is_chunk)
-    copy_tile(
-        a_desc, [a_row + n * CHUNK, a_column], barrier, a_tiles.index(stage), pred=is_chunk
-    )
-    copy_tile(
-        b_desc, [b_row + n * CHUNK, b_column], barrier, b_tiles.index(stage), pred=is_chunk
-    )
+    copy_tile(a_desc, [a_row + n * CHUNK, a_column], barrier, a_tiles.index(stage), pred=is_chunk)
+    copy_tile(b_desc, [b_row + n * CHUNK, b_column], barrier, b_tiles.index(stage), pred=is_chunk)
 
 
 @gluon.jit
@@ -476,9 +471,7 @@ def linear_attention_hopper_fwd_kernel(
                 if NORMALISE:
                     acc = acc * gl.expand_dims(1.0 / den, 1)
                     if half == 0:
-                        gl.store(
-                            normaliser_ptr + member * T + at_row, den, mask=first + row < stop
-                        )
+                        gl.store(normaliser_ptr + member * T + at_row, den, mask=first + row < stop)
                 t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
                 out = gl.convert_layout(acc.to(rows_ptr.dtype.element_ty), TILE)
                 store_rows(
@@ -518,12 +511,11 @@ def can_run(
         mask is None
         and decay is None
         and query.is_cuda
-        and torch.version.hip is None
         and query.dtype == torch.bfloat16
         and query.shape[-1] in (64, 128)
         and as_matrix(key) is not None
         and as_matrix(value) is not None
-        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and compute_capability(query.device) == 9
     )
 
 
@@ -563,8 +555,7 @@ def aligned(x: Tensor) -> Tensor:
 def strides_of(x: Tensor) -> tuple[int, ...]:
     """Strides of [B, T, H]; those of axes with one entry may be anything otherwise."""
     return tuple(
-        0 if size == 1 else stride
-        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+        0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
     )
 
 

@@ -13,7 +13,7 @@ for t from s to the end of its chunk; the state is that of the chunks after. Bot
 rows, f or v, with all columns of one packed tensor, here called wide, and those 64 columns of the
 other that a program works out, called narrow.
 
-It covers what ``hopper.py`` does. ``backward.py`` covers everything and is the definition of what this does.
+It covers what ``hopper.py`` does. ``backward.py`` covers everything and is the definition.
 """
 
 from typing import Any
@@ -504,9 +504,10 @@ def launch_key_gradients(
     """Gradients of keys and values, from those of the states after every segment."""
     B, T, K, P = key.shape
     d_key, d_value = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value))
-    layouts = as_matrix(key), as_matrix(value)
-    assert layouts[0] is not None and layouts[1] is not None
-    (key_shape, key_offsets), (value_shape, value_offsets) = layouts
+    key_layout, value_layout = as_matrix(key), as_matrix(value)
+    assert key_layout is not None
+    assert value_layout is not None
+    (key_shape, key_offsets), (value_shape, value_offsets) = key_layout, value_layout
 
     def describe(x: Tensor, shape: tuple[int, int], columns: int) -> TensorDescriptor:
         block = [CHUNK, columns]

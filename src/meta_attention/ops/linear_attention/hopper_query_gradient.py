@@ -331,9 +331,7 @@ def linear_attention_hopper_bwd_query_kernel(
                 all_warps()
                 next_t = load_positions(positions_ptr, next_first + line, next_stop, HAS_LIST)
                 is_next = next_first + line < next_stop
-                copy_rows(
-                    g_tile, grad_ptr + next_member * stride_gh, next_t, stride_gt, is_next, p
-                )
+                copy_rows(g_tile, grad_ptr + next_member * stride_gh, next_t, stride_gt, is_next, p)
                 if NORMALISE:
                     out = load_rows(
                         rows_ptr + next_member * stride_oh, next_t, stride_ot, is_next, p

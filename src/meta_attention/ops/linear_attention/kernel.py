@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.launch import apply, ceil_div, next_power_of_2
 from meta_attention.ops.linear_attention import hopper, hopper_backward, hopper_query_gradient
 from meta_attention.ops.linear_attention.backward import (
     linear_attention_bwd_decay_kernel,
@@ -110,7 +110,7 @@ class Launch:
 
     @property
     def columns(self) -> int:
-        return triton.cdiv(self.P, self.tokens["BLOCK_C"])
+        return ceil_div(self.P, self.tokens["BLOCK_C"])
 
     def options(self, kernel: str) -> dict[str, Any]:
         """Arguments of one kernel beside its tensors."""
@@ -140,8 +140,8 @@ def _plan_launch(
     # float16 has not the range for states and normalisers
     compute = torch.bfloat16 if query.dtype == torch.bfloat16 else torch.float32
     tiles = next(tiles for width, tiles in TILES[query.dtype].items() if width >= P)
-    block_p = max(triton.next_power_of_2(P), 16)
-    N = triton.cdiv(T, tiles.chunk)
+    block_p = max(next_power_of_2(P), 16)
+    N = ceil_div(T, tiles.chunk)
 
     documents = past = keeps = None
     if mask is not None:
@@ -225,7 +225,7 @@ def _scan(
     states = torch.empty(B, K, N, P, P, dtype=dtype or launch.compute, device=sums.device)
     norms = torch.empty(B, K, N, P, dtype=torch.float32, device=sums.device)
     last = torch.empty(B, K, P, P + 1, dtype=torch.float32, device=sums.device)
-    programs = triton.cdiv(P * P + P, SCAN_BLOCK)
+    programs = ceil_div(P * P + P, SCAN_BLOCK)
     products = None
     if before is not None:
         products = torch.empty(B, K, N, programs, dtype=torch.float32, device=sums.device)
@@ -441,10 +441,10 @@ class _WalkedLinearAttention(torch.autograd.Function):
         )
 
         segment = hopper_backward.segment_length(key)
-        N = triton.cdiv(T, segment)
+        N = ceil_div(T, segment)
         sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=key.device)
         options = launch.options("bwd_sum") | SEGMENT_SUM | {"N": N, "CHUNK": segment}
-        linear_attention_bwd_sum_kernel[(N, triton.cdiv(P, options["BLOCK_C"]), B * K)](
+        linear_attention_bwd_sum_kernel[(N, ceil_div(P, options["BLOCK_C"]), B * K)](
             *packed, sums, **options
         )
         d_states, d_norms, d_first, _ = _scan(
@@ -504,10 +504,11 @@ def linear_attention_triton(
     initial_state = None if initial_state is None else initial_state.float().contiguous()
     with torch.cuda.device_of(query):
         if hopper.can_run(query, key, value, mask, decay):
-            return _WalkedLinearAttention.apply(
-                query, key, value, initial_state, rows, normalise, queries
+            return apply(
+                _WalkedLinearAttention, query, key, value, initial_state, rows, normalise, queries
             )
-        return _LinearAttention.apply(
+        return apply(
+            _LinearAttention,
             query,
             key,
             value,

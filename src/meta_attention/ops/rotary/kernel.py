@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 
 
 @triton.jit
@@ -59,24 +60,16 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, *, backwards: bool) -> Tensor:
     B, T, H, P = x.shape
     x = last_contiguous(x)
     out = torch.empty(B, T, H, P, dtype=x.dtype, device=x.device)
-    block = max(triton.next_power_of_2(P // 2), 1)
-    block_h = min(triton.next_power_of_2(H), max(2048 // block, 1))
-    with torch.cuda.device_of(x):
-        rotate_kernel[(B * T, triton.cdiv(H, block_h))](
-            x,
-            cos,
-            sin,
-            out,
-            T,
-            *x.stride()[:3],
-            0 if cos.shape[0] == 1 else cos.stride(0),
-            H=H,
-            HALF=P // 2,
-            BLOCK_H=block_h,
-            BLOCK=block,
-            BACKWARDS=backwards,
-            num_warps=4,
-        )
+    block = max(next_power_of_2(P // 2), 1)
+    block_h = min(next_power_of_2(H), max(2048 // block, 1))
+    launch(
+        rotate_kernel,
+        (B * T, ceil_div(H, block_h), 1),
+        (x, cos, sin, out),
+        (T, *x.stride()[:3], 0 if cos.shape[0] == 1 else cos.stride(0)),
+        {"H": H, "HALF": P // 2, "BLOCK_H": block_h, "BLOCK": block, "BACKWARDS": backwards},
+        num_warps=4,
+    )
     return out
 
 
@@ -94,4 +87,4 @@ class Rotate(torch.autograd.Function):
 
 @torch.compiler.disable
 def rotate_triton(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return Rotate.apply(x, cos.contiguous(), sin.contiguous())
+    return apply(Rotate, x, cos.contiguous(), sin.contiguous())

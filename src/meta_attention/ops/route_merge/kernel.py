@@ -8,6 +8,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meta_attention.ops.launch import apply, ceil_div, next_power_of_2
+
 
 @triton.jit
 def route_merge_fwd_kernel(
@@ -64,9 +66,9 @@ class RouteMerge(torch.autograd.Function):
     def forward(ctx, weights, rows, reads_all):
         E, B, T, D = rows.shape
         merged = torch.empty_like(rows[0])
-        block = min(triton.next_power_of_2(D), 1024)
+        block = min(next_power_of_2(D), 1024)
         with torch.cuda.device_of(rows):
-            route_merge_fwd_kernel[(B * T, triton.cdiv(D, block))](
+            route_merge_fwd_kernel[(B * T, ceil_div(D, block))](
                 weights, rows, merged, B * T, D, E=E, BLOCK=block, ALL=reads_all
             )
         ctx.save_for_backward(weights, rows)
@@ -89,7 +91,7 @@ class RouteMerge(torch.autograd.Function):
                 B * T,
                 D,
                 E=E,
-                BLOCK=min(triton.next_power_of_2(D), 1024),
+                BLOCK=min(next_power_of_2(D), 1024),
                 ALL=ctx.reads_all,
             )
         return d_weights, d_rows, None
@@ -98,4 +100,4 @@ class RouteMerge(torch.autograd.Function):
 @torch.compiler.disable
 def route_merge_triton(weights: Tensor, rows: Sequence[Tensor], reads_all: bool) -> Tensor:
     # one buffer, so that a kernel need not know how many there are
-    return RouteMerge.apply(weights.float().contiguous(), torch.stack(list(rows)), reads_all)
+    return apply(RouteMerge, weights.float().contiguous(), torch.stack(list(rows)), reads_all)

@@ -48,7 +48,9 @@ class RoutePlan:
 
     def list_of(self, expert: int) -> QueryList:
         return QueryList(
-            self.positions[:, :, expert], self.counts[:, :, expert], self.ranks[:, :, expert]
+            self.positions.select(2, expert),
+            self.counts.select(2, expert),
+            self.ranks.select(2, expert),
         )
 
 

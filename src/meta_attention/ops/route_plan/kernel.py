@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meta_attention.ops.launch import ceil_div, launch
 from meta_attention.ops.route_plan.reference import RANK_BLOCK
 
 BLOCK = 1024
@@ -72,29 +73,25 @@ def route_plan_kernel(
 @torch.compiler.disable
 def plan_routes_triton(weights: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     B, T, G, E = weights.shape
-    num_ranks = triton.cdiv(T, RANK_BLOCK) + 1
+    num_ranks = ceil_div(T, RANK_BLOCK) + 1
     positions = torch.empty(B, G, E, T, dtype=torch.int32, device=weights.device)
     counts = torch.empty(B, G, E, dtype=torch.int32, device=weights.device)
     ranks = torch.empty(B, G, E, num_ranks, dtype=torch.int32, device=weights.device)
     if mask is not None:
         # a boolean is no pointer type of Triton's
         mask = mask.to(torch.int8 if mask.dtype == torch.bool else mask.dtype).contiguous()
-    with torch.cuda.device_of(weights):
-        route_plan_kernel[(triton.cdiv(T, BLOCK), G * E, B)](
-            weights,
-            mask,
-            positions,
-            counts,
-            ranks,
-            T,
-            G,
-            num_ranks,
-            *weights.stride(),
-            E=E,
-            HAS_MASK=mask is not None,
-            BLOCK=BLOCK,
-            COUNTED=COUNTED,
-            RANK_BLOCK=RANK_BLOCK,
-            num_warps=4,
-        )
+    launch(
+        route_plan_kernel,
+        (ceil_div(T, BLOCK), G * E, B),
+        (weights, mask, positions, counts, ranks),
+        (T, G, num_ranks, *weights.stride()),
+        {
+            "E": E,
+            "HAS_MASK": mask is not None,
+            "BLOCK": BLOCK,
+            "COUNTED": COUNTED,
+            "RANK_BLOCK": RANK_BLOCK,
+        },
+        num_warps=4,
+    )
     return positions, counts, ranks

@@ -57,10 +57,11 @@ def routed_attention(
     """
     check_heads(query, key, value, mask)
     check_plan(plan, query, key)
+    num_lists = plan.counts.shape[2]
     for index, window in windows.items():
-        if not 0 <= index < plan.counts.shape[2]:
+        if not 0 <= index < num_lists:
             raise ConfigError(
-                f"windows must name lists of the plan, 0 to {plan.counts.shape[2] - 1}, got {index}"
+                f"windows must name lists of the plan, 0 to {num_lists - 1}, got {index}"
             )
         if window is not None and window < 1:
             raise ConfigError(f"window must be >= 1, got {window}")
@@ -102,15 +103,11 @@ def attend_all(
 
 def check_plan(plan: RoutePlan, query: Tensor, key: Tensor) -> None:
     """Raise unless the plan is of these queries."""
-    B, T = query.shape[:2]
-    groups = plan.counts.shape[1]
-    if (plan.positions.shape[0], plan.positions.shape[3]) != (B, T) or groups not in (
-        1,
-        key.shape[2],
-    ):
+    B, T, K, shape = query.shape[0], query.shape[1], key.shape[2], plan.positions.shape
+    if shape[0] != B or shape[1] not in (1, K) or shape[3] != T:
         raise ShapeError(
-            f"the plan must be of B = {B} rows, T = {T} tokens and 1 or {key.shape[2]} groups, "
-            f"got positions [B, G, E, T] = {list(plan.positions.shape)}"
+            f"the plan must be of B = {B} rows, T = {T} tokens and 1 or {K} groups, "
+            f"got positions [B, G, E, T] = {list(shape)}"
         )
     if plan.positions.device != query.device:
         raise ShapeError(

@@ -9,6 +9,8 @@ It covers causal attention in half precision without padding or documents, for h
 and 128: see ``can_run``. ``kernel.py`` covers everything and is the definition of what this does.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from meta_attention.ops.launch import compute_capability, launch
 from meta_attention.ops.routed_attention.forward import LOG2_E
 
 QUERIES = 128
@@ -439,11 +442,17 @@ def can_run(query: Tensor, is_plain: bool, layout: object) -> bool:
         is_plain
         and layout is not None
         and query.is_cuda
-        and torch.version.hip is None
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] in (64, 128)
-        and torch.cuda.get_device_capability(query.device)[0] == 9
+        and compute_capability(query.device) == 9
     )
+
+
+@lru_cache(maxsize=64)
+def tile_layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How the copy engine leaves a tile in shared memory."""
+    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, width], kind)
 
 
 def launch_forward(
@@ -463,32 +472,23 @@ def launch_forward(
     spread: int,
 ) -> None:
     B, _, H, P = query.shape
-    dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([KEYS, P], dtype)
+    layout = tile_layout(KEYS, P, query.dtype)
     described = (
         TensorDescriptor(x, list(shape), [shape[1], 1], [KEYS, P], layout) for x in (key, value)
     )
-    routed_attention_hopper_kernel[(num_tiles * B * H,)](
-        query,
-        *described,
-        rows,
-        lse,
-        lists,
-        positions,
-        counts,
-        num_tiles,
-        B * H,
-        *sizes,
-        *query.stride()[:3],
-        *strides,
-        *offsets,
-        P**-0.5,
-        NUM_LISTS=len(lists),
-        SPREAD=spread,
-        QUERIES=QUERIES,
-        KEYS=KEYS,
-        WIDTH=P,
-        STAGES=256 // P,
+    launch(
+        routed_attention_hopper_kernel,
+        (num_tiles * B * H, 1, 1),
+        (query, *described, rows, lse, lists, positions, counts),
+        (num_tiles, B * H, *sizes, *query.stride()[:3], *strides, *offsets, P**-0.5),
+        {
+            "NUM_LISTS": len(lists),
+            "SPREAD": spread,
+            "QUERIES": QUERIES,
+            "KEYS": KEYS,
+            "WIDTH": P,
+            "STAGES": 256 // P,
+        },
         num_warps=4,
         # three groups of warps share the registers, which they then divide among them
         maxnreg=168,

@@ -4,7 +4,6 @@ One warp copies the packed queries and output gradients of a list into shared me
 two groups of four warps each hold the gradients of 64 of the tile's 128 keys in registers.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.route_plan.reference import RANK_BLOCK
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import copy_tile
+from meta_attention.ops.routed_attention.hopper import copy_tile, tile_layout
 
 QUERIES = 64
 KEYS = 128
@@ -410,8 +409,7 @@ def launch_key_gradients(
     is_exclusive: bool,
 ) -> None:
     B, S, K, P = key.shape
-    dtype = gl.bfloat16 if key.dtype == torch.bfloat16 else gl.float16
-    tile = gl.NVMMASharedLayout.get_default_for([64, P], dtype)
+    tile = tile_layout(64, P, key.dtype)
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     routed_attention_hopper_key_kernel[(B * K, -(-S // KEYS))](
         *(TensorDescriptor(x, list(shape), [shape[1], 1], [64, P], tile) for x in (key, value)),

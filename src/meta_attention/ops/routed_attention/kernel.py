@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix, last_contiguous
+from meta_attention.ops.launch import apply, ceil_div, compute_capability, next_power_of_2
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
 from meta_attention.ops.routed_attention import (
     hopper,
@@ -134,6 +135,17 @@ def _marks_of(mask: Tensor) -> _Marks:
 
 
 @lru_cache(maxsize=256)
+def _order(
+    windows: tuple[tuple[int, int | None], ...], is_exclusive: bool
+) -> tuple[tuple[int, int], ...]:
+    """Lists and their windows, -1 for none; the longest first where their order is free."""
+    pairs = ((index, -1 if w is None else min(w, MAX_WINDOW)) for index, w in windows)
+    if not is_exclusive:
+        return tuple(pairs)
+    return tuple(sorted(pairs, key=lambda pair: -pair[1] if pair[1] >= 0 else -(2**31)))
+
+
+@lru_cache(maxsize=256)
 def _lists_on(device: torch.device, lists: tuple[tuple[int, int], ...]) -> Tensor:
     return torch.tensor(lists, dtype=torch.int32, device=device)
 
@@ -168,7 +180,7 @@ class _Launch:
         self.scale = self.P**-0.5
         self.constants = {
             "WIDTH": self.P,
-            "BLOCK_P": max(triton.next_power_of_2(self.P), 16),
+            "BLOCK_P": max(next_power_of_2(self.P), 16),
             # tensor cores round float32 to ten bits otherwise
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
             "CAUSAL": causal,
@@ -178,8 +190,8 @@ class _Launch:
     def _num_tiles(self, queries: int, num_lists: int) -> int:
         """Tiles of queries there may be, whatever the routes."""
         if self.plan.is_exclusive:
-            return triton.cdiv(self.T, queries) + num_lists - 1
-        return triton.cdiv(self.T, queries) * num_lists
+            return ceil_div(self.T, queries) + num_lists - 1
+        return ceil_div(self.T, queries) * num_lists
 
     def _descriptors(self, tiles: Tiles) -> tuple[object, object, tuple[int, int, int], bool]:
         """Keys and values for the copy engine, where their layout allows it."""
@@ -195,35 +207,34 @@ class _Launch:
 
     def _layout(self) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
         """Keys and values as matrices, where both are the same kind of one."""
-        layouts = [as_matrix(x) for x in (self.key, self.value)]
-        return layouts[0] if layouts[0] == layouts[1] else None
+        if self.key.stride() != self.value.stride() or self.value.data_ptr() % 16:
+            return None
+        return as_matrix(self.key)
 
     def _has_copy_engine(self) -> bool:
         if not self.query.is_cuda:
             return True  # the interpreter's
-        is_nvidia = torch.version.hip is None
-        return is_nvidia and torch.cuda.get_device_capability(self.query.device)[0] >= 9
+        return compute_capability(self.query.device) >= 9
 
     def forward(self, rows: Tensor, lse: Tensor) -> None:
         layout = self._layout()
         if hopper.can_run(self.query, self.is_plain, layout):
             assert layout is not None
-            with _on(self.query):
-                hopper.launch_forward(
-                    self.query,
-                    self.key,
-                    self.value,
-                    rows,
-                    lse,
-                    self.lists,
-                    self.plan.positions,
-                    self.plan.counts,
-                    *layout,
-                    self._num_tiles(hopper.QUERIES, len(self.windows)),
-                    self.sizes,
-                    (*_row_strides(rows), _slot_stride(lse)),
-                    SPREAD,
-                )
+            hopper.launch_forward(
+                self.query,
+                self.key,
+                self.value,
+                rows,
+                lse,
+                self.lists,
+                self.plan.positions,
+                self.plan.counts,
+                *layout,
+                self._num_tiles(hopper.QUERIES, len(self.windows)),
+                self.sizes,
+                (*_row_strides(rows), _slot_stride(lse)),
+                SPREAD,
+            )
             return
         tiles = choose_tiles("forward", *self.tiled)
         k_desc, v_desc, offsets, tma = self._descriptors(tiles)
@@ -379,7 +390,7 @@ class _Launch:
         if tma:
             block = [tiles.queries, self.P]
             described = [TensorDescriptor.from_tensor(x, block) for x in packed_heads]
-        grid = (self.B * self.K, triton.cdiv(self.S, tiles.keys))
+        grid = (self.B * self.K, ceil_div(self.S, tiles.keys))
         with _on(self.query):
             routed_attention_bwd_key_kernel[grid](
                 self.key,
@@ -457,15 +468,12 @@ def routed_attention_triton(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) for x in (query, key, value))
     query, key, value = (last_contiguous(x) for x in (query, key, value))
-    # -1: no window; the longest lists first
-    pairs = tuple((index, -1 if w is None else min(w, MAX_WINDOW)) for index, w in windows.items())
-    if plan.is_exclusive:
-        pairs = tuple(sorted(pairs, key=lambda pair: -pair[1] if pair[1] >= 0 else -(2**31)))
+    pairs = _order(tuple(windows.items()), plan.is_exclusive)
     if rows is None:
         num_buffers = 1 if plan.is_exclusive else len(pairs)
         buffer = torch.zeros(num_buffers, *query.shape, dtype=query.dtype, device=query.device)
     else:
         buffer = rows.unsqueeze(0)
     marks = None if mask is None else _marks_of(mask)
-    out = RoutedAttention.apply(buffer, query, key, value, plan, pairs, causal, marks)
+    out = apply(RoutedAttention, buffer, query, key, value, plan, pairs, causal, marks)
     return out.squeeze(0) if plan.is_exclusive else out

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meta_attention.ops.heads import last_contiguous
+from meta_attention.ops.launch import ceil_div, next_power_of_2
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
 from meta_attention.ops.routed_decode.reference import LinearStep
 
@@ -444,14 +445,14 @@ def routed_decode_triton(
         is_token = is_token.view(torch.uint8) if is_token.dtype == torch.bool else is_token
         is_token = is_token.contiguous()
 
-    block_p = max(triton.next_power_of_2(P), 16)
+    block_p = max(next_power_of_2(P), 16)
     block_n = max(min(TILE_BYTES // (block_p * key.element_size()), 128), 16)
     split_keys = max(SPLIT_KEYS, block_n)
     most = max(PROGRAMS // (B * K), 1)
-    num_splits = min(triton.cdiv(S, split_keys), most, MAX_SPLITS)
+    num_splits = min(ceil_div(S, split_keys), most, MAX_SPLITS)
     reach = [NO_WINDOW if w is None else min(w, NO_WINDOW) for w in windows.values()]
-    num_softmax_slots = sum(min(num_splits, triton.cdiv(w + 1, split_keys)) for w in reach)
-    linear_tiles = 0 if linear is None else triton.cdiv(P + 1, STATE_COLUMNS)
+    num_softmax_slots = sum(min(num_splits, ceil_div(w + 1, split_keys)) for w in reach)
+    linear_tiles = 0 if linear is None else ceil_div(P + 1, STATE_COLUMNS)
     num_slots = num_softmax_slots + linear_tiles
 
     out = torch.empty(B, H, P, dtype=query.dtype, device=device)
@@ -470,7 +471,7 @@ def routed_decode_triton(
         step = [*new, linear.state]
         step_strides = [n for x in (*new, linear.state) for n in x.stride()[:-1]]
 
-    merge_g = triton.next_power_of_2(group)
+    merge_g = next_power_of_2(group)
     with torch.cuda.device_of(query):
         routed_decode_kernel[(B * K * num_slots,)](
             query,

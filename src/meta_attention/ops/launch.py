@@ -1,0 +1,81 @@
+"""The host's side of a launch, kept short: on short sequences a GPU waits for it."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# launches that are remembered, of all shapes together
+MAX_KNOWN = 4096
+
+_compiled: dict[tuple[object, ...], Any] = {}
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple[Any, ...],
+    numbers: tuple[int | float, ...],
+    constants: Mapping[str, Any],
+    **options: int,
+) -> None:
+    """``kernel[grid](*tensors, *numbers, **constants, **options)``, quicker the second time.
+
+    To find the machine code, Triton looks at every argument of every launch, which takes longer
+    than the launch. A launch like an earlier one takes the code of that.
+
+    Args:
+        kernel: With its parameters in the order of these arguments.
+        grid: How many programs along each axis.
+        tensors: Tensors, None, and descriptors whose tiles follow from the constants. The first is
+            a tensor, and the launch is on its device, which need not be the current one.
+        numbers: Sizes and strides.
+        constants: What the code is compiled for, in the order of the kernel's parameters.
+        options: ``num_warps`` and the like.
+    """
+    device = tensors[0].get_device()
+    kinds = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x is None for x in tensors]
+    like = (kernel.fn, device, *kinds, *numbers, *constants.values(), *options.values())
+    compiled = _compiled.get(like)
+    with torch.cuda.device(device):
+        if compiled is not None:
+            compiled[grid](*tensors, *numbers, *constants.values())
+            return
+        compiled = kernel[grid](*tensors, *numbers, **constants, **options)
+    # on AMD's GPUs the code also depends on how large the memory behind a tensor is
+    if compiled is not None and not torch.version.hip:
+        if len(_compiled) >= MAX_KNOWN:
+            _compiled.clear()
+        _compiled[like] = compiled
+
+
+def ceil_div(a: int, b: int) -> int:
+    # Triton's own is made for its compiler, and takes a third of a launch when called from Python
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, for n above 0."""
+    return 1 << (n - 1).bit_length()
+
+
+@lru_cache(maxsize=64)
+def compute_capability(device: torch.device) -> int:
+    """Generation of an NVIDIA GPU, 9 for Hopper; 0 for other makes."""
+    return 0 if torch.version.hip else torch.cuda.get_device_capability(device)[0]
+
+
+class _NoGraph:
+    """Stands in for the context of a function whose backward will not be called."""
+
+    def save_for_backward(self, *tensors: object) -> None:
+        pass
+
+
+def apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    """``function.apply``, or without gradients its forward alone, which saves half a launch."""
+    if torch.is_grad_enabled():
+        return function.apply(*args)
+    return function.forward(_NoGraph(), *args)
