@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from functools import cache
 from typing import Literal, get_args
 
 import torch
@@ -15,6 +14,8 @@ from meta_attention.errors import BackendUnavailableError, ConfigError
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 IMPLS = get_args(Impl)
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def choose_impl(
@@ -56,9 +57,8 @@ def choose_impl(
     return "triton"
 
 
-@cache
 def has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return HAS_TRITON
 
 
 def _check_name(impl: Impl) -> None:

@@ -15,7 +15,7 @@ from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 
 # tokens of a program, and channels of the hidden state at a time
-TOKENS, CHANNELS, WARPS, STAGES = 128, 64, 8, 3
+TOKENS, CHANNELS, WARPS, STAGES = 128, 64, 4, 2
 
 
 @triton.jit
@@ -64,11 +64,13 @@ def controller_logits_kernel(
         squares += tl.sum(wide * wide, 1)
         # three products: the precision of float32 on tensor cores
         if x.dtype == tl.bfloat16:
-            # only the weights have more bits than a factor may have
-            for _part in tl.static_range(3):
-                rounded = weight.to(tl.bfloat16)
-                hidden = tl.dot(x, rounded, hidden)
-                weight -= rounded.to(tl.float32)
+            # only the weights have more bits than a factor may have. The least first, and each
+            # block by itself: tensor cores drop what is small next to the sum so far
+            high = weight.to(tl.bfloat16)
+            weight -= high.to(tl.float32)
+            middle = weight.to(tl.bfloat16)
+            low = (weight - middle.to(tl.float32)).to(tl.bfloat16)
+            hidden += tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
         else:
             hidden = tl.dot(wide, weight, hidden, input_precision="tf32x3")
 
