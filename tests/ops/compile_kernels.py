@@ -53,6 +53,7 @@ GluonJITFunction.__getitem__ = compile_only
 def main():
     from meta_attention.ops.controller_logits import Network
     from meta_attention.ops.controller_logits.kernel import controller_logits_triton
+    from meta_attention.ops.linear_attention import hopper as linear_hopper
     from meta_attention.ops.linear_attention.kernel import linear_attention_triton
     from meta_attention.ops.rotary.kernel import rotate_triton
     from meta_attention.ops.route_merge.kernel import route_merge_triton
@@ -73,10 +74,13 @@ def main():
         hopper.can_run = (lambda *_: True) if plain else can_run
         rows = kernel.routed_attention_triton(*heads, plan, windows, True, None, None)
         torch.autograd.grad(rows.sum(), heads)
-    rows, _ = linear_attention_triton(
-        *heads, None, None, None, True, plan.list_of(2), torch.zeros(B, T, H, P, dtype=half)
-    )
-    torch.autograd.grad(rows.sum(), heads)
+    can_run = linear_hopper.can_run
+    for plain in (True, False):
+        linear_hopper.can_run = (lambda *_: True) if plain else can_run
+        rows, _ = linear_attention_triton(
+            *heads, None, None, None, True, plan.list_of(2), torch.zeros(B, T, H, P, dtype=half)
+        )
+        torch.autograd.grad(rows.sum(), heads)
 
     x = torch.zeros(B, T, 256, dtype=half)
     network = Network(torch.zeros(64, 258), torch.zeros(64), torch.zeros(3, 64), torch.zeros(3))

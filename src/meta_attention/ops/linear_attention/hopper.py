@@ -72,9 +72,7 @@ def tile_layout(width):
 
 @gluon.constexpr_function
 def mma_layout():
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
-    )
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
 
 
 @gluon.jit
@@ -114,12 +112,8 @@ def copy_chunk(
     barrier = ready.index(stage)
     is_chunk = n < end
     mbarrier.expect(barrier, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=is_chunk)
-    copy_tile(
-        a_desc, [a_row + n * CHUNK, a_column], barrier, a_tiles.index(stage), pred=is_chunk
-    )
-    copy_tile(
-        b_desc, [b_row + n * CHUNK, b_column], barrier, b_tiles.index(stage), pred=is_chunk
-    )
+    copy_tile(a_desc, [a_row + n * CHUNK, a_column], barrier, a_tiles.index(stage), pred=is_chunk)
+    copy_tile(b_desc, [b_row + n * CHUNK, b_column], barrier, b_tiles.index(stage), pred=is_chunk)
 
 
 @gluon.jit
@@ -219,16 +213,23 @@ def put_queries(tile, sums_tile, norm_tile, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def afresh(x):
+    """``x``, as the compiler cannot know: what follows from it is not worked out ahead and kept."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def next_rows(first, stop, following, member, GROUP: gl.constexpr):
     """Rows and query head of the group that come after those of ``member``."""
     next_first = stop
     next_stop = following
     next_member = 0
-    if GROUP > 1:
-        if member + 1 < GROUP:
-            next_first = first
-            next_stop = stop
-            next_member = member + 1
+    if member + 1 < GROUP:
+        next_first = first
+        next_stop = stop
+        next_member = member + 1
     return next_first, next_stop, next_member
 
 
@@ -436,6 +437,8 @@ def linear_attention_hopper_fwd_kernel(
 
         if first < stop:
             for member in range(GROUP):
+                if GROUP > 1:
+                    first = afresh(first)
                 next_first, next_stop, next_member = next_rows(
                     first, stop, following, member, GROUP
                 )
@@ -476,9 +479,7 @@ def linear_attention_hopper_fwd_kernel(
                 if NORMALISE:
                     acc = acc * gl.expand_dims(1.0 / den, 1)
                     if half == 0:
-                        gl.store(
-                            normaliser_ptr + member * T + at_row, den, mask=first + row < stop
-                        )
+                        gl.store(normaliser_ptr + member * T + at_row, den, mask=first + row < stop)
                 t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
                 out = gl.convert_layout(acc.to(rows_ptr.dtype.element_ty), TILE)
                 store_rows(
@@ -563,8 +564,7 @@ def aligned(x: Tensor) -> Tensor:
 def strides_of(x: Tensor) -> tuple[int, ...]:
     """Strides of [B, T, H]; those of axes with one entry may be anything otherwise."""
     return tuple(
-        0 if size == 1 else stride
-        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+        0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
     )
 
 

@@ -318,7 +318,7 @@ class _LinearAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, initial_state, rows, normaliser, *segments = ctx.saved_tensors
+        query, key, value, initial_state, rows, normaliser, states, norms = ctx.saved_tensors
         launch: Launch = ctx.launch
         B, T, H, P = query.shape
         K, N, chunk = launch.K, launch.N, launch.tiles.chunk
@@ -337,12 +337,13 @@ class _LinearAttention(torch.autograd.Function):
             row_terms = grad.new_zeros(launch.columns, B, H, N * chunk, dtype=torch.float32)
             key_terms = grad.new_zeros(2, launch.columns, B, K, N * chunk, dtype=torch.float32)
         before = None
-        if segments[0] is not None:
+        if states is not None:
             hopper_query_gradient.walk_query_gradients(
                 query,
                 key,
                 value,
-                *segments,
+                states,
+                norms,
                 rows,
                 normaliser,
                 grad,
