@@ -296,7 +296,9 @@ def linear_attention_hopper_bwd_query_kernel(
                 if GROUP == 1:
                     state = warpgroup_mma(v_tile.permute((1, 0)), f_tile, state, is_async=True)
                 at_row = load_positions(positions_ptr, first + row, stop, HAS_LIST)
-                q_ptr = query_ptr + member * stride_qh
+                # offsets in 64 bits
+                head = kv * 0 + member
+                q_ptr = query_ptr + head * stride_qh
                 if NORMALISE:
                     for i in gl.static_range(CHUNK // PART):
                         if first + i * PART < stop:
@@ -319,7 +321,7 @@ def linear_attention_hopper_bwd_query_kernel(
                     du, operand = warpgroup_mma_wait(0, deps=(du, operand))
 
                 du_tile.store(du)
-                here = member.to(gl.int64) * T
+                here = head * T
                 # long over: keeps the assembler from working out addresses before the products
                 mbarrier.wait(ready.index(stage), lap)
                 first = afresh(first)
@@ -328,8 +330,8 @@ def linear_attention_hopper_bwd_query_kernel(
                         finish_rows(
                             du_tile.slice(i * PART, PART), shift_tile.slice(i * PART, PART),
                             pull_tile.slice(i * PART, PART), norm_tile, q_ptr + half * COLUMNS,
-                            grad_ptr + member * stride_gh + half * COLUMNS, normaliser_ptr + here,
-                            d_query_ptr + member * P, packed_u_ptr + here * P,
+                            grad_ptr + head * stride_gh + half * COLUMNS, normaliser_ptr + here,
+                            d_query_ptr + head * P, packed_u_ptr + here * P,
                             packed_g_ptr + here * P, packed_pull_ptr + here, positions_ptr,
                             first + i * PART, stop, stride_qt, stride_gt, K * GROUP * P, P, TILE,
                             HAS_LIST, NORMALISE,
@@ -339,12 +341,13 @@ def linear_attention_hopper_bwd_query_kernel(
                 all_warps()
                 next_t = load_positions(positions_ptr, next_first + line, next_stop, HAS_LIST)
                 is_next = next_first + line < next_stop
-                copy_rows(g_tile, grad_ptr + next_member * stride_gh, next_t, stride_gt, is_next, p)
+                next_head = kv * 0 + next_member
+                copy_rows(g_tile, grad_ptr + next_head * stride_gh, next_t, stride_gt, is_next, p)
                 if NORMALISE:
                     copy_rows(
-                        out_tile, rows_ptr + next_member * stride_oh, next_t, stride_ot, is_next, p
+                        out_tile, rows_ptr + next_head * stride_oh, next_t, stride_ot, is_next, p
                     )
-                    den = gl.load(normaliser_ptr + next_member * T + next_t, is_next, other=1.0)
+                    den = gl.load(normaliser_ptr + next_head * T + next_t, is_next, other=1.0)
             if GROUP > 1:
                 state = add_chunk(state, v_tile, f_tile)
                 all_warps()

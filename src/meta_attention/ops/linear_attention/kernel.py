@@ -5,7 +5,8 @@
     rows          state before, and the chunk up to the row       parallel over tiles of rows
 
 Backward works out the states again, which costs less than to keep them. Then queries take the
-place of keys: their sums, scanned from the end, are the gradients of the states.
+place of keys: their sums, scanned from the end, are the gradients of the states. On Hopper GPUs
+``hopper.py`` takes the place of forward and of the query gradient where it can.
 
 Decay enters as its sum since the start of the chunk, so that no exponent is above 0. Nothing waits
 for the device: tiles of a list that have no rows return at once.
