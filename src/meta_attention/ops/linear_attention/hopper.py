@@ -214,16 +214,23 @@ def put_queries(tile, sums_tile, norm_tile, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def afresh(x):
+    """``x``, as the compiler cannot know: what follows from it is not worked out ahead and kept."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def next_rows(first, stop, following, member, GROUP: gl.constexpr):
     """Rows and query head of the group that come after those of ``member``."""
     next_first = stop
     next_stop = following
     next_member = 0
-    if GROUP > 1:
-        if member + 1 < GROUP:
-            next_first = first
-            next_stop = stop
-            next_member = member + 1
+    if member + 1 < GROUP:
+        next_first = first
+        next_stop = stop
+        next_member = member + 1
     return next_first, next_stop, next_member
 
 
@@ -431,6 +438,9 @@ def linear_attention_hopper_fwd_kernel(
 
         if first < stop:
             for member in range(GROUP):
+                # offsets in 64 bits
+                head = kv * 0 + member
+                first = afresh(first)
                 next_first, next_stop, next_member = next_rows(
                     first, stop, following, member, GROUP
                 )
@@ -471,17 +481,18 @@ def linear_attention_hopper_fwd_kernel(
                 if NORMALISE:
                     acc = acc * gl.expand_dims(1.0 / den, 1)
                     if half == 0:
-                        gl.store(normaliser_ptr + member * T + at_row, den, mask=first + row < stop)
+                        gl.store(normaliser_ptr + head * T + at_row, den, mask=first + row < stop)
+                first = afresh(first)
                 t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
                 out = gl.convert_layout(acc.to(rows_ptr.dtype.element_ty), TILE)
                 store_rows(
-                    rows_ptr + member * stride_oh, out, t, stride_ot, first + line < stop, c, TILE
+                    rows_ptr + head * stride_oh, out, t, stride_ot, first + line < stop, c, TILE
                 )
                 # before anything writes where others may still read
                 all_warps()
                 copy_rows(
                     u_tile,
-                    query_ptr + next_member * stride_qh,
+                    query_ptr + (kv * 0 + next_member) * stride_qh,
                     next_t,
                     stride_qt,
                     next_first + line < next_stop,

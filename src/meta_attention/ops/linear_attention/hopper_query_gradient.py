@@ -8,7 +8,6 @@ so a program holds the states of 64 columns of the features, all values wide. It
 for the kernels after it: see ``backward.py``, which is the definition of what this does.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,8 +26,9 @@ from meta_attention.ops.linear_attention.hopper import (
     WALK_STAGES,
     add_chunk,
     add_warps,
-    all_warps,
+    afresh,
     aligned,
+    all_warps,
     copy_chunk,
     copy_rows,
     cut_segments,
@@ -47,6 +47,10 @@ from meta_attention.ops.linear_attention.hopper import (
     tile_layout,
 )
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
+
+# renamed between the versions of Triton we run on
+_tile = gl.shared_memory_descriptor
+seen_as = getattr(_tile, "reinterpret", None) or _tile._reinterpret
 
 
 @gluon.jit
@@ -214,7 +218,9 @@ def linear_attention_hopper_bwd_query_kernel(
     f_tile = gl.allocate_shared_memory(dtype, [CHUNK, COLUMNS], k_desc.layout)
     g_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], v_desc.layout)
     s_tile = gl.allocate_shared_memory(dtype, [P, COLUMNS], k_desc.layout)
+    # rows are read before the gradients of their features are there
     du_tile = gl.allocate_shared_memory(gl.float32, [CHUNK, COLUMNS], DU)
+    out_tile = seen_as(du_tile, dtype, [CHUNK, P], v_desc.layout)
     shift_tile = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
     pull_tile = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
     norm_tile = gl.allocate_shared_memory(gl.float32, [COLUMNS], LINE)
@@ -241,7 +247,7 @@ def linear_attention_hopper_bwd_query_kernel(
     t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
     copy_rows(g_tile, grad_ptr, t, stride_gt, is_row, p)
     if NORMALISE:
-        out = load_rows(rows_ptr, t, stride_ot, is_row, p)
+        copy_rows(out_tile, rows_ptr, t, stride_ot, is_row, p)
         den = gl.load(normaliser_ptr + t, mask=is_row, other=1.0)
     at = bk.to(gl.int64) * gl.num_programs(1) + segment
     state_row = gl.arange(0, P, layout=ROW)
@@ -271,6 +277,7 @@ def linear_attention_hopper_bwd_query_kernel(
 
         if first < stop:
             for member in range(GROUP):
+                first = afresh(first)
                 next_first, next_stop, next_member = next_rows(
                     first, stop, following, member, GROUP
                 )
@@ -278,7 +285,7 @@ def linear_attention_hopper_bwd_query_kernel(
                 if NORMALISE:
                     g = g_tile.load(LOAD).to(gl.float32)
                     # a normaliser at its floor does not depend on anything
-                    pull = -gl.sum(g * out.to(gl.float32), axis=1)
+                    pull = -gl.sum(g * out_tile.load(LOAD).to(gl.float32), axis=1)
                     pull_tile.store(gl.where(den > MIN_NORMALISER, pull, 0.0))
                 fence_async_shared()
                 all_warps()
@@ -289,7 +296,9 @@ def linear_attention_hopper_bwd_query_kernel(
                 if GROUP == 1:
                     state = warpgroup_mma(v_tile.permute((1, 0)), f_tile, state, is_async=True)
                 at_row = load_positions(positions_ptr, first + row, stop, HAS_LIST)
-                q_ptr = query_ptr + member * stride_qh
+                # offsets in 64 bits
+                head = kv * 0 + member
+                q_ptr = query_ptr + head * stride_qh
                 if NORMALISE:
                     for i in gl.static_range(CHUNK // PART):
                         if first + i * PART < stop:
@@ -312,16 +321,17 @@ def linear_attention_hopper_bwd_query_kernel(
                     du, operand = warpgroup_mma_wait(0, deps=(du, operand))
 
                 du_tile.store(du)
-                here = member.to(gl.int64) * T
+                here = head * T
                 # long over: keeps the assembler from working out addresses before the products
                 mbarrier.wait(ready.index(stage), lap)
+                first = afresh(first)
                 for i in gl.static_range(CHUNK // PART):
                     if first + i * PART < stop:
                         finish_rows(
                             du_tile.slice(i * PART, PART), shift_tile.slice(i * PART, PART),
                             pull_tile.slice(i * PART, PART), norm_tile, q_ptr + half * COLUMNS,
-                            grad_ptr + member * stride_gh + half * COLUMNS, normaliser_ptr + here,
-                            d_query_ptr + member * P, packed_u_ptr + here * P,
+                            grad_ptr + head * stride_gh + half * COLUMNS, normaliser_ptr + here,
+                            d_query_ptr + head * P, packed_u_ptr + here * P,
                             packed_g_ptr + here * P, packed_pull_ptr + here, positions_ptr,
                             first + i * PART, stop, stride_qt, stride_gt, K * GROUP * P, P, TILE,
                             HAS_LIST, NORMALISE,
@@ -331,12 +341,13 @@ def linear_attention_hopper_bwd_query_kernel(
                 all_warps()
                 next_t = load_positions(positions_ptr, next_first + line, next_stop, HAS_LIST)
                 is_next = next_first + line < next_stop
-                copy_rows(g_tile, grad_ptr + next_member * stride_gh, next_t, stride_gt, is_next, p)
+                next_head = kv * 0 + next_member
+                copy_rows(g_tile, grad_ptr + next_head * stride_gh, next_t, stride_gt, is_next, p)
                 if NORMALISE:
-                    out = load_rows(
-                        rows_ptr + next_member * stride_oh, next_t, stride_ot, is_next, p
+                    copy_rows(
+                        out_tile, rows_ptr + next_head * stride_oh, next_t, stride_ot, is_next, p
                     )
-                    den = gl.load(normaliser_ptr + next_member * T + next_t, is_next, other=1.0)
+                    den = gl.load(normaliser_ptr + next_head * T + next_t, is_next, other=1.0)
             if GROUP > 1:
                 state = add_chunk(state, v_tile, f_tile)
                 all_warps()
@@ -345,7 +356,7 @@ def linear_attention_hopper_bwd_query_kernel(
             is_next = stop + line < following
             copy_rows(g_tile, grad_ptr, next_t, stride_gt, is_next, p)
             if NORMALISE:
-                out = load_rows(rows_ptr, next_t, stride_ot, is_next, p)
+                copy_rows(out_tile, rows_ptr, next_t, stride_ot, is_next, p)
                 den = gl.load(normaliser_ptr + next_t, is_next, other=1.0)
             state = add_chunk(state, v_tile, f_tile)
             all_warps()
@@ -374,7 +385,7 @@ def walk_query_gradients(
     """Gradients of the listed queries, and what the kernels after this read of them."""
     B, T, K, P = key.shape
     segments, chunks = cut_segments(T, B * K, P)
-    grad = aligned(grad.to(query.dtype))
+    rows, grad = aligned(rows), aligned(grad.to(query.dtype))
     k_desc, k_offsets = describe(key, COLUMNS.value)
     v_desc, v_offsets = describe(value, P)
     linear_attention_hopper_bwd_query_kernel[(P // COLUMNS.value, segments, B * K)](
@@ -396,7 +407,7 @@ def walk_query_gradients(
         *k_offsets,
         *v_offsets,
         *query.stride()[:3],
-        *rows.stride()[:3],
+        *strides_of(rows),
         *strides_of(grad),
         *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
         GROUP=lists["GROUP"],
