@@ -498,12 +498,14 @@ def linear_attention_hopper_fwd_kernel(
                     next_first + line < next_stop,
                     p,
                 )
-            if GROUP > 1:
-                state = add_chunk(state, f_tile, v_tile)
-                all_warps()
         else:
             next_t = load_positions(positions_ptr, stop + line, following, HAS_LIST)
             copy_rows(u_tile, query_ptr, next_t, stride_qt, stop + line < following, p)
+            if GROUP == 1:
+                state = add_chunk(state, f_tile, v_tile)
+                all_warps()
+        # in one place: from two, the compiler makes one that reads beside the tiles
+        if GROUP > 1:
             state = add_chunk(state, f_tile, v_tile)
             all_warps()
         if NORMALISE:

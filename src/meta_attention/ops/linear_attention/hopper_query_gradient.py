@@ -348,9 +348,6 @@ def linear_attention_hopper_bwd_query_kernel(
                         out_tile, rows_ptr + next_head * stride_oh, next_t, stride_ot, is_next, p
                     )
                     den = gl.load(normaliser_ptr + next_head * T + next_t, is_next, other=1.0)
-            if GROUP > 1:
-                state = add_chunk(state, v_tile, f_tile)
-                all_warps()
         else:
             next_t = load_positions(positions_ptr, stop + line, following, HAS_LIST)
             is_next = stop + line < following
@@ -358,6 +355,11 @@ def linear_attention_hopper_bwd_query_kernel(
             if NORMALISE:
                 copy_rows(out_tile, rows_ptr, next_t, stride_ot, is_next, p)
                 den = gl.load(normaliser_ptr + next_t, is_next, other=1.0)
+            if GROUP == 1:
+                state = add_chunk(state, v_tile, f_tile)
+                all_warps()
+        # in one place: from two, the compiler makes one that reads beside the tiles
+        if GROUP > 1:
             state = add_chunk(state, v_tile, f_tile)
             all_warps()
         if NORMALISE:
