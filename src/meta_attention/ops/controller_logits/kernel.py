@@ -17,12 +17,28 @@ from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 # tokens of a program, and channels of the hidden state at a time
 TOKENS, CHANNELS, WARPS, STAGES = 128, 64, 8, 3
 
+# a float32 as a sum of bfloat16
+PARTS = 3
+SPLIT_BLOCK = 1024
+
+
+@triton.jit
+def split_weights_kernel(weight1_ptr, parts_ptr, D, W, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Weights [W, D + 2] as a sum of bfloat16 [PARTS, W, D], the largest first."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rest = tl.load(weight1_ptr + i // D * (D + 2) + i % D, mask=i < W * D, other=0.0)
+    for part in tl.static_range(PARTS):
+        rounded = rest.to(tl.bfloat16)
+        tl.store(parts_ptr + part * W * D + i, rounded, mask=i < W * D)
+        rest -= rounded.to(tl.float32)
+
 
 @triton.jit
 def controller_logits_kernel(
     x_ptr,
     positions_ptr,
     weight1_ptr,
+    parts_ptr,  # of the weights, where x is bfloat16
     bias1_ptr,
     weight2_ptr,
     bias2_ptr,
@@ -37,6 +53,7 @@ def controller_logits_kernel(
     W,
     max_positions,
     E,
+    PARTS: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -54,24 +71,22 @@ def controller_logits_kernel(
     for start in range(0, D, CHANNELS):
         d = start + tl.arange(0, CHANNELS)
         is_read = is_token[:, None] & (d < D)[None, :]
+        is_weight = is_column[None, :] & (d < D)[:, None]
         x = tl.load(row[:, None] + d[None, :], mask=is_read, other=0.0)
-        weight = tl.load(
-            weight1_ptr + w[None, :] * (D + 2) + d[:, None],
-            mask=is_column[None, :] & (d < D)[:, None],
-            other=0.0,
-        )  # [channels, W]
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
         # three products: the precision of float32 on tensor cores
-        if x.dtype == tl.bfloat16:
+        if PARTS > 0:
             # only the weights have more bits than a factor may have. The least first, and each
             # block by itself: tensor cores drop what is small next to the sum so far
-            high = weight.to(tl.bfloat16)
-            weight -= high.to(tl.float32)
-            middle = weight.to(tl.bfloat16)
-            low = (weight - middle.to(tl.float32)).to(tl.bfloat16)
-            hidden += tl.dot(x, high, tl.dot(x, middle, tl.dot(x, low)))
+            block = tl.zeros([TOKENS, BLOCK_W], tl.float32)
+            for i in tl.static_range(PARTS):
+                at = parts_ptr + ((PARTS - 1 - i) * W + w[None, :]) * D + d[:, None]
+                block = tl.dot(x, tl.load(at, mask=is_weight, other=0.0), block)
+            hidden += block
         else:
+            at = weight1_ptr + w[None, :] * (D + 2) + d[:, None]
+            weight = tl.load(at, mask=is_weight, other=0.0)  # [channels, W]
             hidden = tl.dot(wide, weight, hidden, input_precision="tf32x3")
 
     salience = tl.sqrt(squares) / tl.sqrt(D.to(tl.float32))
@@ -95,12 +110,23 @@ class ControllerLogits(torch.autograd.Function):
         B, T, D = x.shape
         E, W = weight2.shape
         logits = torch.empty(B, T, E, dtype=torch.float32, device=x.device)
+        parts = None
+        if x.dtype == torch.bfloat16:
+            parts = torch.empty(PARTS, W, D, dtype=x.dtype, device=x.device)
+            grid = (ceil_div(W * D, SPLIT_BLOCK), 1, 1)
+            constants = {"PARTS": PARTS, "BLOCK": SPLIT_BLOCK}
+            launch(split_weights_kernel, grid, (weight1, parts), (D, W), constants, num_warps=4)
         launch(
             controller_logits_kernel,
             (ceil_div(B * T, TOKENS), 1, 1),
-            (x, position_ids, weight1, bias1, weight2, bias2, logits),
+            (x, position_ids, weight1, parts, bias1, weight2, bias2, logits),
             (B * T, T, *x.stride()[:2], *position_ids.stride(), D, W, max_positions, E),
-            {"TOKENS": TOKENS, "CHANNELS": CHANNELS, "BLOCK_W": max(next_power_of_2(W), 16)},
+            {
+                "PARTS": 0 if parts is None else PARTS,
+                "TOKENS": TOKENS,
+                "CHANNELS": CHANNELS,
+                "BLOCK_W": max(next_power_of_2(W), 16),
+            },
             num_warps=WARPS,
             num_stages=STAGES,
         )
