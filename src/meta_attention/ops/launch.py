@@ -67,14 +67,6 @@ def compute_capability(device: torch.device) -> int:
     return 0 if torch.version.hip else torch.cuda.get_device_capability(device)[0]
 
 
-@lru_cache(maxsize=64)
-def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 1 where there is none."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class _NoGraph:
     """Stands in for the context of a function whose backward will not be called."""
 

@@ -5,10 +5,6 @@ of the tile's 128 queries. While a group takes the exponentials of one tile of s
 cores multiply the weights of the tile before with their values. Triton's own compiler does not
 overlap these, so this kernel is written in Gluon, its lower-level dialect.
 
-A program runs on each multiprocessor and takes one tile of queries after the other, so that keys of
-the next are there when it comes to them. Tiles are dealt out in turn, from the longest, and every
-other turn in reverse: whoever had the longest of a turn gets the shortest of the next.
-
 It covers causal attention in half precision without padding or documents, for head widths of 64
 and 128: see ``can_run``. ``kernel.py`` covers everything and is the definition of what this does.
 """
@@ -28,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from meta_attention.ops.launch import compute_capability, launch, num_multiprocessors
+from meta_attention.ops.launch import compute_capability, launch
 from meta_attention.ops.routed_attention.forward import LOG2_E
 
 QUERIES = 128
@@ -106,16 +102,12 @@ def load_keys(
     v_free,
     row,
     column,
-    first,
-    last,
+    num_tiles,
     KEYS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Copy tile after tile of keys and values, each as soon as its place is free.
-
-    Tiles are numbered on from those of the queries before; ``row`` is where number 0 would be.
-    """
-    for i in range(first, last):
+    """Copy tile after tile of keys and values, each as soon as its place is free."""
+    for i in range(num_tiles):
         stage = i % STAGES
         # of a fresh barrier, the phase before the first counts as over
         lap = ((i // STAGES) & 1) ^ 1
@@ -239,8 +231,7 @@ def attend_rows(
     window,
     past,
     begin,
-    first_tile,
-    last_tile,
+    num_tiles,
     stride_qt,
     stride_rt,
     scale,
@@ -248,11 +239,7 @@ def attend_rows(
     WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Attention of 64 listed queries, by one group of four warps.
-
-    Tiles of keys are numbered on from those of the queries before; number 0 would begin at
-    ``begin``.
-    """
+    """Attention of 64 listed queries, by one group of four warps."""
     ROWS: gl.constexpr = 64
     dtype: gl.constexpr = k_tiles.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -290,7 +277,7 @@ def attend_rows(
     inner = gl.minimum(gl.maximum(inner, first + 1), last)
     outer = gl.maximum((lowest + 1 - begin) // KEYS, inner)
 
-    skip_tiles(k_ready, v_ready, k_free, v_free, first_tile, first, STAGES)
+    skip_tiles(k_ready, v_ready, k_free, v_free, 0, first, STAGES)
     stage = first % STAGES
     mbarrier.wait(k_ready.index(stage), (first // STAGES) & 1)
     scores = warpgroup_mma(
@@ -328,7 +315,7 @@ def attend_rows(
     acc = warpgroup_mma(weights, v_tiles.index(stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(v_free.index(stage), count=1)
-    skip_tiles(k_ready, v_ready, k_free, v_free, last, last_tile, STAGES)
+    skip_tiles(k_ready, v_ready, k_free, v_free, last, num_tiles, STAGES)
 
     acc = acc / gl.expand_dims(gl.convert_layout(total, OUT_ROW), 1)
     out_row = entry + gl.arange(0, ROWS, layout=OUT_ROW)
@@ -340,155 +327,6 @@ def attend_rows(
         mask=gl.expand_dims(out_row < count, 1),
     )
     gl.store(lse_ptr + (at - past), top + gl.log2(total), mask=list_row < count)
-
-
-@gluon.jit
-def find_work(
-    turn,
-    lists_ptr,
-    positions_ptr,
-    counts_ptr,
-    num_tiles,
-    num_heads,
-    T,
-    S,
-    H,
-    K,
-    G,
-    E,
-    NUM_LISTS: gl.constexpr,
-    SPREAD: gl.constexpr,
-    QUERIES: gl.constexpr,
-    KEYS: gl.constexpr,
-):
-    """The queries of a turn of this program, and the tiles of keys that they see; 0: no queries."""
-    programs = gl.num_programs(0)
-    within = gl.program_id(0)
-    if turn % 2 == 1:
-        within = programs - 1 - within
-    item = turn * programs + within
-    most = num_tiles * num_heads
-    b, h, kv, group, expert, slot, count, window, tile, _before = find_queries(
-        gl.minimum(item, most - 1), lists_ptr, counts_ptr, num_tiles, num_heads, S, H, K, G, E,
-        NUM_LISTS, SPREAD, QUERIES,
-    )  # fmt: skip
-    entry = tile * QUERIES
-    order = positions_ptr + (group * E + gl.maximum(expert, 0)).to(gl.int64) * T
-    begin = 0
-    num_key_tiles = 0
-    if (item < most) & (expert >= 0):
-        lowest = gl.load(order + entry) + S - T
-        highest = gl.load(order + gl.minimum(entry + QUERIES, count) - 1) + S - T
-        begin = gl.maximum(lowest - window, 0)
-        num_key_tiles = gl.cdiv(highest + 1 - begin, KEYS)
-    return b, h, kv, slot, order, entry, count, window, begin, num_key_tiles
-
-
-@gluon.jit
-def attend_in_turn(
-    q_ptr,
-    rows_ptr,
-    lse_ptr,
-    lists_ptr,
-    positions_ptr,
-    counts_ptr,
-    q_tile,
-    k_tiles,
-    v_tiles,
-    k_ready,
-    v_ready,
-    k_free,
-    v_free,
-    num_tiles,
-    num_heads,
-    T,
-    S,
-    H,
-    K,
-    G,
-    E,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_rn,
-    stride_rb,
-    stride_rt,
-    stride_rh,
-    stride_ln,
-    scale,
-    HALF: gl.constexpr,
-    NUM_LISTS: gl.constexpr,
-    SPREAD: gl.constexpr,
-    QUERIES: gl.constexpr,
-    KEYS: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Half of the queries of every turn, by one group of four warps."""
-    number = 0
-    for turn in range(gl.cdiv(num_tiles * num_heads, gl.num_programs(0))):
-        b, h, _kv, slot, order, entry, count, window, begin, num_key_tiles = find_work(
-            turn, lists_ptr, positions_ptr, counts_ptr, num_tiles, num_heads, T, S, H, K, G, E,
-            NUM_LISTS, SPREAD, QUERIES, KEYS,
-        )  # fmt: skip
-        if num_key_tiles > 0:
-            batch = b.to(gl.int64)
-            head = h.to(gl.int64)
-            buffer = batch * 0 + slot
-            attend_rows(
-                q_ptr + batch * stride_qb + head * stride_qh,
-                rows_ptr + buffer * stride_rn + batch * stride_rb + head * stride_rh,
-                lse_ptr + buffer * stride_ln + (batch * H + head) * T,
-                order, q_tile, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free,
-                entry + HALF * 64, count, window, S - T, begin - number * KEYS, number,
-                number + num_key_tiles, stride_qt, stride_rt, scale, KEYS, WIDTH, STAGES,
-            )  # fmt: skip
-        number += num_key_tiles
-
-
-@gluon.jit
-def load_in_turn(
-    k_desc,
-    v_desc,
-    lists_ptr,
-    positions_ptr,
-    counts_ptr,
-    k_tiles,
-    v_tiles,
-    k_ready,
-    v_ready,
-    k_free,
-    v_free,
-    num_tiles,
-    num_heads,
-    T,
-    S,
-    H,
-    K,
-    G,
-    E,
-    desc_rows_b,
-    desc_rows_h,
-    desc_columns_h,
-    NUM_LISTS: gl.constexpr,
-    SPREAD: gl.constexpr,
-    QUERIES: gl.constexpr,
-    KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Keys and values for the queries of every turn."""
-    number = 0
-    for turn in range(gl.cdiv(num_tiles * num_heads, gl.num_programs(0))):
-        b, _h, kv, _slot, _order, _entry, _count, _window, begin, num_key_tiles = find_work(
-            turn, lists_ptr, positions_ptr, counts_ptr, num_tiles, num_heads, T, S, H, K, G, E,
-            NUM_LISTS, SPREAD, QUERIES, KEYS,
-        )  # fmt: skip
-        load_keys(
-            k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free,
-            b * desc_rows_b + kv * desc_rows_h + begin - number * KEYS, kv * desc_columns_h,
-            number, number + num_key_tiles, KEYS, STAGES,
-        )  # fmt: skip
-        number += num_key_tiles
 
 
 @gluon.jit
@@ -528,58 +366,74 @@ def routed_attention_hopper_kernel(
     WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    dtype: gl.constexpr = k_desc.dtype
-    Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], dtype)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, 64, WIDTH], Q_TILE)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], v_desc.layout)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(v_ready.index(i), count=1)
-        # both groups of warps give a tile back
-        mbarrier.init(k_free.index(i), count=2)
-        mbarrier.init(v_free.index(i), count=2)
-
-    factor = scale * LOG2_E
-    gl.warp_specialize(
-        [
-            (
-                attend_in_turn,
-                (
-                    q_ptr, rows_ptr, lse_ptr, lists_ptr, positions_ptr, counts_ptr,
-                    q_tiles.index(0), k_tiles, v_tiles, k_ready, v_ready, k_free, v_free,
-                    num_tiles, num_heads, T, S, H, K, G, E, stride_qb, stride_qt, stride_qh,
-                    stride_rn, stride_rb, stride_rt, stride_rh, stride_ln, factor, 0, NUM_LISTS,
-                    SPREAD, QUERIES, KEYS, WIDTH, STAGES,
-                ),
-            ),
-            (
-                attend_in_turn,
-                (
-                    q_ptr, rows_ptr, lse_ptr, lists_ptr, positions_ptr, counts_ptr,
-                    q_tiles.index(1), k_tiles, v_tiles, k_ready, v_ready, k_free, v_free,
-                    num_tiles, num_heads, T, S, H, K, G, E, stride_qb, stride_qt, stride_qh,
-                    stride_rn, stride_rb, stride_rt, stride_rh, stride_ln, factor, 1, NUM_LISTS,
-                    SPREAD, QUERIES, KEYS, WIDTH, STAGES,
-                ),
-            ),
-            (
-                load_in_turn,
-                (
-                    k_desc, v_desc, lists_ptr, positions_ptr, counts_ptr, k_tiles, v_tiles,
-                    k_ready, v_ready, k_free, v_free, num_tiles, num_heads, T, S, H, K, G, E,
-                    desc_rows_b, desc_rows_h, desc_columns_h, NUM_LISTS, SPREAD, QUERIES, KEYS,
-                    STAGES,
-                ),
-            ),
-        ],
-        [4, 1],
-        [232, 40],
+    b, h, kv, group, expert, slot, count, window, tile, _before = find_queries(
+        gl.program_id(0), lists_ptr, counts_ptr, num_tiles, num_heads, S, H, K, G, E, NUM_LISTS,
+        SPREAD, QUERIES,
     )  # fmt: skip
+    if expert >= 0:
+        batch = b.to(gl.int64)
+        order = positions_ptr + (group * E + expert).to(gl.int64) * T
+        entry = tile * QUERIES
+        past = S - T
+        lowest = gl.load(order + entry) + past
+        highest = gl.load(order + gl.minimum(entry + QUERIES, count) - 1) + past
+        begin = gl.maximum(lowest - window, 0)
+        num_key_tiles = gl.cdiv(highest + 1 - begin, KEYS)
+
+        head = h.to(gl.int64)
+        q_ptr += batch * stride_qb + head * stride_qh
+        buffer = batch * 0 + slot
+        rows_ptr += buffer * stride_rn + batch * stride_rb + head * stride_rh
+        lse_ptr += buffer * stride_ln + (batch * H + head) * T
+        row = b * desc_rows_b + kv * desc_rows_h + begin
+        column = kv * desc_columns_h
+
+        dtype: gl.constexpr = k_desc.dtype
+        Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, WIDTH], dtype)
+        q_tiles = gl.allocate_shared_memory(dtype, [2, 64, WIDTH], Q_TILE)
+        k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], k_desc.layout)
+        v_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], v_desc.layout)
+        k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(k_ready.index(i), count=1)
+            mbarrier.init(v_ready.index(i), count=1)
+            # both groups of warps give a tile back
+            mbarrier.init(k_free.index(i), count=2)
+            mbarrier.init(v_free.index(i), count=2)
+
+        factor = scale * LOG2_E
+        gl.warp_specialize(
+            [
+                (
+                    attend_rows,
+                    (
+                        q_ptr, rows_ptr, lse_ptr, order, q_tiles.index(0), k_tiles, v_tiles,
+                        k_ready, v_ready, k_free, v_free, entry, count, window, past, begin,
+                        num_key_tiles, stride_qt, stride_rt, factor, KEYS, WIDTH, STAGES,
+                    ),
+                ),
+                (
+                    attend_rows,
+                    (
+                        q_ptr, rows_ptr, lse_ptr, order, q_tiles.index(1), k_tiles, v_tiles,
+                        k_ready, v_ready, k_free, v_free, entry + 64, count, window, past, begin,
+                        num_key_tiles, stride_qt, stride_rt, factor, KEYS, WIDTH, STAGES,
+                    ),
+                ),
+                (
+                    load_keys,
+                    (
+                        k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, row,
+                        column, num_key_tiles, KEYS, STAGES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 def can_run(query: Tensor, is_plain: bool, layout: object) -> bool:
@@ -624,7 +478,7 @@ def launch_forward(
     )
     launch(
         routed_attention_hopper_kernel,
-        (min(num_tiles * B * H, num_multiprocessors(query.device)), 1, 1),
+        (num_tiles * B * H, 1, 1),
         (query, *described, rows, lse, lists, positions, counts),
         (num_tiles, B * H, *sizes, *query.stride()[:3], *strides, *offsets, P**-0.5),
         {

@@ -359,7 +359,7 @@ def routed_attention_hopper_query_kernel(
                     load_keys,
                     (
                         k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, row,
-                        column, 0, num_key_tiles, KEYS, STAGES,
+                        column, num_key_tiles, KEYS, STAGES,
                     ),
                 ),
             ],
