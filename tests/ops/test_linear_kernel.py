@@ -253,7 +253,13 @@ def test_kernel_is_as_accurate_as_plain_pytorch(case, device):
     plain = expect(case, inputs)
     actual = run(case, inputs, "triton", device)
     for name in oracle:
-        assert_within_error_budget(name, actual[name], oracle[name], plain[name])
+        budget = {"roundings": roundings(case, device)}
+        assert_within_error_budget(name, actual[name], oracle[name], plain[name], **budget)
+
+
+def roundings(case: Case, device: str) -> float:
+    """A GPU in float32 adds the terms of a chunk to the state's share one by one."""
+    return min(case.T, 256) ** 0.5 if device == "cuda" else 1.0
 
 
 @pytest.mark.parametrize("segment", [64, 128, 4096])
@@ -303,8 +309,9 @@ def test_kernel_is_accurate_at_every_precision_and_head_width(P, options, dtype)
     oracle = expect(case, {name: x.double() for name, x in inputs.items()})
     plain = expect(case, inputs)
     actual = run(case, inputs, "triton", "cuda")
+    budget = {"roundings": roundings(case, "cuda") if dtype == torch.float32 else 1.0}
     for name in oracle:
-        assert_within_error_budget(name, actual[name], oracle[name], plain[name])
+        assert_within_error_budget(name, actual[name], oracle[name], plain[name], **budget)
 
 
 # of what runs in Gluon on a Hopper GPU, and in Triton on others

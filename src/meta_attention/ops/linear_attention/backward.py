@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from meta_attention.ops.linear_attention.forward import (
-    add_dot,
     drop_padding,
     features,
     load_positions,
@@ -125,7 +124,7 @@ def linear_attention_bwd_query_kernel(
         den = tl.load(normaliser_ptr + bh * T + t, mask=is_query, other=1.0)
         # a normaliser at its floor does not depend on anything
         pull = tl.where(den > MIN_NORMALISER, -tl.sum(g.to(tl.float32) * row, 1), 0.0)
-        scale = tl.div_rn(1.0, den)
+        scale = 1.0 / den
     if tl.program_id(1) == 0:
         packed = ((bh * T + slot) * P)[:, None] + p[None, :]
         is_packed = is_row[:, None] & (p < P)[None, :]
@@ -167,7 +166,7 @@ def linear_attention_bwd_query_kernel(
             d_scores = d_scores * tl.exp(tl.minimum(past_t[:, None] - past_s[None, :], 0.0))
         d_scores = tl.where(sees, d_scores, 0.0).to(COMPUTE)
         f = load_tile(features_ptr, s, c, K * P, s <= last, P)  # [S, C]
-        du = add_dot(du, d_scores, f, COMPUTE, PRECISION)
+        du = tl.dot(d_scores, f, du, input_precision=PRECISION)
 
     query_ptr += b * stride_qb + h * stride_qh
     q, shift = load_queries(query_ptr, t, p, stride_qt, is_query, P, NORMALISE)
@@ -262,7 +261,7 @@ def linear_attention_bwd_sum_kernel(
                 pull = tl.load(packed_pull_ptr + packed, mask=is_row, other=0.0)
                 norm += tl.sum(u.to(tl.float32) * pull[:, None], 0)
             g = load_tile(packed_g_ptr, packed, c, P, is_row, P)
-            acc = add_dot(acc, tl.trans(u), g, COMPUTE, PRECISION)
+            acc = tl.dot(tl.trans(u), g, acc, input_precision=PRECISION)
 
     sums_ptr += (bk * N + n) * (P * P + P)
     tl.store(sums_ptr + p[:, None] * P + c[None, :], acc, mask=(p < P)[:, None] & (c < P)[None, :])
@@ -392,8 +391,8 @@ def linear_attention_bwd_key_kernel(
             if BLOCK_C != BLOCK_P:
                 u = load_tile(packed_u_ptr, packed, c, P, is_row, P)
                 g = load_tile(packed_g_ptr, packed, c, P, is_row, P)
-            dv = add_dot(dv, scores, g, COMPUTE, PRECISION)
-            df = add_dot(df, d_scores, u, COMPUTE, PRECISION)
+            dv = tl.dot(scores, g, dv, input_precision=PRECISION)
+            df = tl.dot(d_scores, u, df, input_precision=PRECISION)
 
     k = load_tile(key_ptr, s, c, stride_kt, is_key, P).to(tl.float32)
     if HAS_DECAY:

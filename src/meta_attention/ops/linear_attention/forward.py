@@ -72,17 +72,6 @@ def load_queries(ptr, t, p, stride_t, is_query, P: tl.constexpr, NORMALISE: tl.c
 
 
 @triton.jit
-def add_dot(acc, a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    """``acc + a b``. In float32 the product is summed by itself: many small terms, one by one,
-    would each be rounded to what is left of them next to a large sum."""
-    if COMPUTE == tl.float32:
-        acc += tl.dot(a, b, input_precision=PRECISION)
-    else:
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
 def linear_attention_sum_kernel(
     key_ptr,
     value_ptr,
@@ -148,7 +137,7 @@ def linear_attention_sum_kernel(
             f = f * tl.exp(total - tl.load(past_ptr + s))[:, None]
         f = f.to(COMPUTE)
         v = load_tile(value_ptr, s, c, stride_vt, is_key, P).to(COMPUTE)
-        acc = add_dot(acc, tl.trans(f), v, COMPUTE, PRECISION)
+        acc = tl.dot(tl.trans(f), v, acc, input_precision=PRECISION)
         norm += tl.sum(f.to(tl.float32), 0)
 
     sums_ptr += (bk * N + n) * (P * P + P)
@@ -315,13 +304,12 @@ def linear_attention_fwd_kernel(
             scores = scores * tl.exp(tl.minimum(past_t[:, None] - past_s[None, :], 0.0))
         scores = tl.where(sees, scores, 0.0).to(COMPUTE)
         v = load_tile(value_ptr, s, c, stride_vt, is_key, P).to(COMPUTE)
-        acc = add_dot(acc, scores, v, COMPUTE, PRECISION)
+        acc = tl.dot(scores, v, acc, input_precision=PRECISION)
         den += tl.sum(scores.to(tl.float32), 1)
 
     if NORMALISE:
         den = tl.maximum(den, MIN_NORMALISER)
-        # a plain division may be off by two units in the last place
-        acc = acc * tl.div_rn(1.0, den)[:, None]
+        acc = acc / den[:, None]
         if tl.program_id(1) == 0:
             tl.store(normaliser_ptr + bh * T + t, den, mask=is_row)
     rows_ptr += b * stride_ob + h * stride_oh
