@@ -48,6 +48,9 @@ COLUMNS = gl.constexpr(64)
 
 SUM_STAGES, WALK_STAGES = 3, 2
 
+# tiles of keys and values, and of queries, that the copies may be ahead
+CHUNK_STAGES, ROW_STAGES = 4, 3
+
 # two programs for each multiprocessor of a large GPU
 PROGRAMS = 264
 
@@ -76,6 +79,18 @@ def mma_layout():
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
 
 
+@gluon.constexpr_function
+def out_layout():
+    """Rows as ``mma_layout`` has them in each warp, 16 bytes to a thread."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+
+
 @gluon.jit
 def features(x, NORMALISE: gl.constexpr):
     if NORMALISE:
@@ -90,6 +105,22 @@ def features(x, NORMALISE: gl.constexpr):
         )
         x = gl.maximum(x, 0.0) + below
     return x
+
+
+@gluon.jit
+def round_pairs(x):
+    """``x`` in bfloat16, and that in float32.
+
+    By itself, the compiler rounds one by one what it needs as both, which takes eight times as long.
+    """
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
+        "=r,=r,=r,r,r",
+        [x],
+        dtype=(gl.bfloat16, gl.float32),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
@@ -200,17 +231,28 @@ def store_rows(ptr, x, t, stride, is_row, c, TILE: gl.constexpr):
 
 
 @gluon.jit
-def put_queries(tile, sums_tile, norm_tile, LAYOUT: gl.constexpr):
+def put_queries(tile, sums_tile, norm, LAYOUT: gl.constexpr):
     """Features in place of queries, less the shift of each row, and their products with the norm.
 
     As ``load_queries`` of forward.py; rows that are not listed hold anything.
     """
     q = tile.load(LAYOUT).to(gl.float32)
     q = q - gl.expand_dims(gl.minimum(gl.max(q, axis=1), 0.0), 1)
-    u = features(q, True).to(tile.dtype)
-    tile.store(u)
-    norm = gl.expand_dims(norm_tile.load(gl.SliceLayout(0, LAYOUT)), 0)
-    sums_tile.store(gl.sum(u.to(gl.float32) * norm, axis=1))
+    rounded, u = round_pairs(features(q, True))
+    tile.store(rounded)
+    sums_tile.store(gl.sum(u * gl.expand_dims(norm, 0), axis=1))
+
+
+@gluon.jit
+def put_keys(tile, parts_tile, P: gl.constexpr, LAYOUT: gl.constexpr):
+    """Features in place of keys, and their sums in each warp.
+
+    Even beyond the last token, where other rows of the matrix follow: only those would see them.
+    """
+    rounded, f = round_pairs(features(tile.load(LAYOUT).to(gl.float32), True))
+    tile.store(rounded)
+    total = gl.sum(f.reshape([P // 16, 4, 256 // P, P]), axis=0)
+    parts_tile.store(gl.sum(total, axis=1))
 
 
 @gluon.jit
@@ -318,6 +360,217 @@ def linear_attention_hopper_sum_kernel(
 
 
 @gluon.jit
+def find_rows(positions_ptr, first, stop, line, HAS_LIST: gl.constexpr):
+    """Positions of the rows from ``first`` to ``stop``, and -1 after them."""
+    slot = first + line
+    if HAS_LIST:
+        t = gl.load(positions_ptr + slot, mask=slot < stop, other=-1)
+    else:
+        t = gl.where(slot < stop, slot, -1)
+    return t
+
+
+@gluon.jit
+def copy_chunks(
+    operands,
+    HALVES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Have chunk after chunk of keys and values copied, each as soon as its place is free."""
+    k_desc, v_desc, k_tiles, v_tiles, ready, free, k_row, k_column, v_row, v_column, begin, end = operands
+    for n in range(begin, end):
+        stage = (n - begin) % STAGES
+        # of a fresh barrier, the phase before the first counts as over
+        mbarrier.wait(free.index(stage), (((n - begin) // STAGES) & 1) ^ 1)
+        barrier = ready.index(stage)
+        size: gl.constexpr = k_desc.block_type.nbytes + HALVES * v_desc.block_type.nbytes
+        mbarrier.expect(barrier, size)
+        copy_tile(k_desc, [k_row + n * CHUNK, k_column], barrier, k_tiles.index(stage))
+        for i in gl.static_range(HALVES):
+            copy_tile(
+                v_desc,
+                [v_row + n * CHUNK, v_column + i * COLUMNS],
+                barrier,
+                v_tiles.index(stage * HALVES + i),
+            )
+
+
+@gluon.jit
+def prepare_operands(
+    operands,
+    GROUP: gl.constexpr,
+    P: gl.constexpr,
+    HAS_LIST: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr,
+):
+    """Turn keys and the listed queries into features, tile after tile, in place.
+
+    Queries are gathered a tile ahead, and their positions found a chunk before that.
+    """
+    query_ptr, norms_ptr, positions_ptr, ranks_ptr, tiles, parts_tile, barriers, begin, end, T, stride_qt, stride_qh = operands
+    k_tiles, v_tiles, u_tiles, s_tiles, t_tiles, d_tiles = tiles
+    ready, f_ready, free, u_ready, u_free = barriers
+    LOAD: gl.constexpr = load_layout(P)
+    TILE: gl.constexpr = tile_layout(P)
+    PARTS: gl.constexpr = gl.BlockedLayout([4, 8], [256 // P, P // 8], [4, 1], [1, 0])
+    HALVES: gl.constexpr = P // COLUMNS
+    line = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LOAD))
+    p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
+    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
+    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
+    stop_1 = rank_at(ranks_ptr, gl.minimum(begin + 2, end), T, HAS_LIST)
+    stop_2 = rank_at(ranks_ptr, gl.minimum(begin + 3, end), T, HAS_LIST)
+    t = find_rows(positions_ptr, first, stop, line, HAS_LIST)
+    t_1 = find_rows(positions_ptr, stop, stop_1, line, HAS_LIST)
+    copy_rows(u_tiles.index(0), query_ptr, t, stride_qt, t >= 0, p)
+    t_tiles.index(0).store(t)
+    norm = gl.load(norms_ptr + p)
+    tile = 0
+    for n in range(begin, end):
+        t_2 = find_rows(positions_ptr, stop_1, stop_2, line, HAS_LIST)
+        stop_3 = rank_at(ranks_ptr, gl.minimum(n + 4, end), T, HAS_LIST)
+        stage = (n - begin) % STAGES
+        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
+        if NORMALISE:
+            put_keys(k_tiles.index(stage), parts_tile, P, LOAD)
+        for i in gl.static_range(HALVES):
+            drop_beyond(v_tiles.index(stage * HALVES + i), n * CHUNK, T, TILE)
+        fence_async_shared()
+        mbarrier.arrive(f_ready.index(stage), count=1)
+
+        has_rows = first < stop
+        # without rows, only those of the next chunk are to be gathered
+        for member in range(gl.where(has_rows, GROUP, 1)):
+            next_tile = tile + has_rows.to(gl.int32)
+            next_slot = next_tile % ROW_STAGES
+            is_next_head = has_rows & (member + 1 < GROUP)
+            next_t = gl.where(is_next_head, t, t_1)
+            # offsets in 64 bits
+            head = gl.where(is_next_head, member + 1, 0).to(gl.int64)
+            mbarrier.wait(u_free.index(next_slot), ((next_tile // ROW_STAGES) & 1) ^ 1)
+            copy_rows(
+                u_tiles.index(next_slot), query_ptr + head * stride_qh, next_t, stride_qt,
+                next_t >= 0, p,
+            )  # fmt: skip
+            t_tiles.index(next_slot).store(next_t)
+            async_copy.wait_group(1)
+            if has_rows:
+                slot = tile % ROW_STAGES
+                if NORMALISE:
+                    for i in gl.static_range(CHUNK // PART):
+                        if first + i * PART < stop:
+                            put_queries(
+                                u_tiles.index(slot).slice(i * PART, PART),
+                                d_tiles.index(slot).slice(i * PART, PART),
+                                norm,
+                                LOAD,
+                            )
+                fence_async_shared()
+                mbarrier.arrive(u_ready.index(slot), count=1)
+            tile = next_tile
+        if NORMALISE:
+            added = gl.sum(parts_tile.load(PARTS), axis=0)
+            norm += gl.convert_layout(added, gl.SliceLayout(0, LOAD), assert_trivial=True)
+        first = stop
+        stop = stop_1
+        stop_1 = stop_2
+        stop_2 = stop_3
+        t = t_1
+        t_1 = t_2
+
+
+@gluon.jit
+def attend_columns(
+    operands,
+    GROUP: gl.constexpr,
+    P: gl.constexpr,
+    HAS_LIST: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr,
+    MIN_NORMALISER: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """64 columns of the state and of the rows, by one group of four warps."""
+    states_ptr, rows_ptr, normaliser_ptr, ranks_ptr, tiles, barriers, begin, end, T, stride_ot, stride_oh = operands
+    k_tiles, v_tiles, u_tiles, s_tiles, t_tiles, d_tiles = tiles
+    ready, f_ready, free, u_ready, u_free = barriers
+    MMA: gl.constexpr = mma_layout()
+    OUT: gl.constexpr = out_layout()
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    HALVES: gl.constexpr = P // COLUMNS
+    dtype: gl.constexpr = k_tiles.dtype
+    s_tile = s_tiles.index(HALF)
+    state_row = gl.arange(0, P, layout=ROW)
+    state_column = HALF * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
+    state = gl.load(states_ptr + gl.expand_dims(state_row * P, 1) + gl.expand_dims(state_column, 0))
+    s_tile.store(state.to(dtype))
+    fence_async_shared()
+    all_warps()
+
+    empty = gl.zeros([CHUNK, COLUMNS], gl.float32, MMA)
+    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, MMA))
+    c = HALF * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
+    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
+    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
+    tile = 0
+    for n in range(begin, end):
+        following = rank_at(ranks_ptr, gl.minimum(n + 2, end), T, HAS_LIST)
+        stage = (n - begin) % STAGES
+        lap = ((n - begin) // STAGES) & 1
+        f_tile = k_tiles.index(stage)
+        v_tile = v_tiles.index(stage * HALVES + HALF)
+        mbarrier.wait(ready.index(stage), lap)
+        mbarrier.wait(f_ready.index(stage), lap)
+        if first < stop:
+            for member in range(GROUP):
+                slot = tile % ROW_STAGES
+                u_tile = u_tiles.index(slot)
+                mbarrier.wait(u_ready.index(slot), (tile // ROW_STAGES) & 1)
+                scores = warpgroup_mma(
+                    u_tile, f_tile.permute((1, 0)), empty, use_acc=False, is_async=True
+                )
+                acc = warpgroup_mma(u_tile, s_tile, empty, use_acc=False, is_async=True)
+                t = t_tiles.index(slot).load(ROW)
+                out_t = t_tiles.index(slot).load(gl.SliceLayout(1, OUT))
+                if NORMALISE:
+                    den = d_tiles.index(slot).load(ROW)
+                scores = warpgroup_mma_wait(1, deps=(scores,))
+                sees = gl.expand_dims(n * CHUNK + s, 0) <= gl.expand_dims(t, 1)
+                rounded, weights = round_pairs(gl.where(sees, scores, 0.0))
+                operand = gl.convert_layout(rounded, OPERAND)
+                acc = warpgroup_mma(operand, v_tile, acc, is_async=True)
+                if NORMALISE:
+                    den = gl.maximum(den + gl.sum(weights, axis=1), MIN_NORMALISER)
+                acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
+                mbarrier.arrive(u_free.index(slot), count=1)
+                # offsets in 64 bits
+                head = first.to(gl.int64) * 0 + member
+                if NORMALISE:
+                    acc = acc * gl.expand_dims(1.0 / den, 1)
+                    # once, not by every group of warps
+                    if HALF == 0:
+                        gl.store(normaliser_ptr + head * T + t, den, mask=t >= 0)
+                out = gl.convert_layout(acc.to(rows_ptr.dtype.element_ty), OUT)
+                at = gl.expand_dims(out_t.to(gl.int64) * stride_ot, 1) + gl.expand_dims(c, 0)
+                mask = gl.expand_dims(out_t >= 0, 1)
+                gl.store(rows_ptr + head * stride_oh + at, out, mask=mask)
+                tile += 1
+        # in one place: from two, the compiler makes one that reads beside the tiles
+        state = warpgroup_mma(f_tile.permute((1, 0)), v_tile, state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=(state,))
+        mbarrier.arrive(free.index(stage), count=1)
+        s_tile.store(state.to(dtype))
+        fence_async_shared()
+        all_warps()
+        first = stop
+        stop = following
+
+
+@gluon.jit
 def linear_attention_hopper_fwd_kernel(
     query_ptr,
     k_desc,
@@ -353,19 +606,15 @@ def linear_attention_hopper_fwd_kernel(
     HAS_LIST: gl.constexpr,
     NORMALISE: gl.constexpr,
     STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr,
 ):
-    """Some columns of the rows of one segment, for all query heads of a key-value head."""
-    LOAD: gl.constexpr = load_layout(P)
-    TILE: gl.constexpr = tile_layout(P)
-    MMA: gl.constexpr = mma_layout()
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    """The rows of one segment, for all query heads of a key-value head."""
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    HALVES: gl.constexpr = P // COLUMNS
     dtype: gl.constexpr = k_desc.dtype
-    half = gl.program_id(0)
-    segment = gl.program_id(1)
-    bk = gl.program_id(2)
+    segment = gl.program_id(0)
+    bk = gl.program_id(1)
     b = bk // K
     kv = bk % K
     begin = segment * chunks
@@ -373,147 +622,76 @@ def linear_attention_hopper_fwd_kernel(
     k_row = b * k_rows_b + kv * k_rows_h
     k_column = kv * k_columns_h
     v_row = b * v_rows_b + kv * v_rows_h
-    v_column = kv * v_columns_h + half * COLUMNS
+    v_column = kv * v_columns_h
     b = b.to(gl.int64)
     kv = kv.to(gl.int64)
+    at = bk.to(gl.int64) * gl.num_programs(0) + segment
+    states_ptr += at * P * P
+    norms_ptr += at * P
     query_ptr += b * stride_qb + kv * GROUP * stride_qh
-    rows_ptr += b * stride_ob + kv * GROUP * stride_oh + half * COLUMNS
+    rows_ptr += b * stride_ob + kv * GROUP * stride_oh
     normaliser_ptr += bk.to(gl.int64) * GROUP * T
     if HAS_LIST:
         positions_ptr += b * stride_pb + kv * stride_pg
         ranks_ptr += b * stride_rb + kv * stride_rg
 
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], v_desc.layout)
-    f_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
-    u_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
-    s_tile = gl.allocate_shared_memory(dtype, [P, COLUMNS], v_desc.layout)
-    d_tile = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
-    norm_tile = gl.allocate_shared_memory(gl.float32, [P], LINE)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES * HALVES, CHUNK, COLUMNS], v_desc.layout)
+    u_tiles = gl.allocate_shared_memory(dtype, [ROW_STAGES, CHUNK, P], k_desc.layout)
+    s_tiles = gl.allocate_shared_memory(dtype, [HALVES, P, COLUMNS], v_desc.layout)
+    # of every row of queries, its position and its product with the norm
+    t_tiles = gl.allocate_shared_memory(gl.int32, [ROW_STAGES, CHUNK], LINE)
+    d_tiles = gl.allocate_shared_memory(gl.float32, [ROW_STAGES, CHUNK], LINE)
     parts_tile = gl.allocate_shared_memory(gl.float32, [4, P], LINES)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    f_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    u_ready = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], mbarrier.MBarrierLayout())
+    u_free = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], mbarrier.MBarrierLayout())
+    # every group of columns gives a tile back
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(f_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=HALVES)
+    for i in gl.static_range(ROW_STAGES):
+        mbarrier.init(u_ready.index(i), count=1)
+        mbarrier.init(u_free.index(i), count=HALVES)
     fence_async_shared()
-    all_warps()
-    for i in gl.static_range(STAGES - 1):
-        copy_chunk(
-            begin + i, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column, v_row,
-            v_column, STAGES,
-        )  # fmt: skip
 
-    # the first rows, then the state before the segment
-    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
-    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
-    following = rank_at(ranks_ptr, gl.minimum(begin + 2, end), T, HAS_LIST)
-    line = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LOAD))
-    p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
-    t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
-    copy_rows(u_tile, query_ptr, t, stride_qt, first + line < stop, p)
-    at = bk.to(gl.int64) * gl.num_programs(1) + segment
-    state_row = gl.arange(0, P, layout=ROW)
-    state_column = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    state_at = gl.expand_dims(state_row * P, 1) + gl.expand_dims(state_column, 0)
-    state = gl.load(states_ptr + at * P * P + state_at)
-    norm_tile.store(gl.load(norms_ptr + at * P + p))
-    s_tile.store(state.to(dtype))
-
-    empty = gl.zeros([CHUNK, COLUMNS], gl.float32, MMA)
-    row = gl.arange(0, CHUNK, layout=ROW)
-    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, MMA))
-    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
-    for n in range(begin, end):
-        copy_chunk(
-            n + STAGES - 1, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column,
-            v_row, v_column, STAGES,
-        )  # fmt: skip
-        later = rank_at(ranks_ptr, gl.minimum(n + 3, end), T, HAS_LIST)
-        stage = (n - begin) % STAGES
-        v_tile = v_tiles.index(stage)
-        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
-        total = put_features(f_tile, k_tiles.index(stage), n * CHUNK, T, P, LOAD, NORMALISE)
-        if NORMALISE:
-            parts_tile.store(sum_in_warp(total, P))
-        drop_beyond(v_tile, n * CHUNK, T, TILE)
-
-        if first < stop:
-            for member in range(GROUP):
-                # offsets in 64 bits
-                head = kv * 0 + member
-                first = afresh(first)
-                next_first, next_stop, next_member = next_rows(
-                    first, stop, following, member, GROUP
-                )
-                async_copy.wait_group(0)
-                if NORMALISE:
-                    for i in gl.static_range(CHUNK // PART):
-                        if first + i * PART < stop:
-                            put_queries(
-                                u_tile.slice(i * PART, PART),
-                                d_tile.slice(i * PART, PART),
-                                norm_tile,
-                                LOAD,
-                            )
-                fence_async_shared()
-                all_warps()
-
-                scores = warpgroup_mma(
-                    u_tile, f_tile.permute((1, 0)), empty, use_acc=False, is_async=True
-                )
-                if GROUP == 1:
-                    state = warpgroup_mma(f_tile.permute((1, 0)), v_tile, state, is_async=True)
-                at_row = load_positions(positions_ptr, first + row, stop, HAS_LIST)
-                scores = warpgroup_mma_wait(1 if GROUP == 1 else 0, deps=(scores,))
-                sees = gl.expand_dims(n * CHUNK + s, 0) <= gl.expand_dims(at_row, 1)
-                weights = gl.where(sees, scores, 0.0).to(dtype)
-                # not before: there are no registers for the scores and this
-                acc = warpgroup_mma(u_tile, s_tile, empty, use_acc=False, is_async=True)
-                operand = gl.convert_layout(weights, OPERAND)
-                acc = warpgroup_mma(operand, v_tile, acc, is_async=True)
-                next_t = load_positions(positions_ptr, next_first + line, next_stop, HAS_LIST)
-                if NORMALISE:
-                    den = d_tile.load(ROW) + gl.sum(weights.to(gl.float32), axis=1)
-                    den = gl.maximum(den, MIN_NORMALISER)
-                if GROUP == 1:
-                    acc, operand, state = warpgroup_mma_wait(0, deps=(acc, operand, state))
-                else:
-                    acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
-                if NORMALISE:
-                    acc = acc * gl.expand_dims(1.0 / den, 1)
-                    if half == 0:
-                        gl.store(normaliser_ptr + head * T + at_row, den, mask=first + row < stop)
-                first = afresh(first)
-                t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
-                out = gl.convert_layout(acc.to(rows_ptr.dtype.element_ty), TILE)
-                store_rows(
-                    rows_ptr + head * stride_oh, out, t, stride_ot, first + line < stop, c, TILE
-                )
-                # before anything writes where others may still read
-                all_warps()
-                copy_rows(
-                    u_tile,
-                    query_ptr + (kv * 0 + next_member) * stride_qh,
-                    next_t,
-                    stride_qt,
-                    next_first + line < next_stop,
-                    p,
-                )
-        else:
-            next_t = load_positions(positions_ptr, stop + line, following, HAS_LIST)
-            copy_rows(u_tile, query_ptr, next_t, stride_qt, stop + line < following, p)
-            if GROUP == 1:
-                state = add_chunk(state, f_tile, v_tile)
-                all_warps()
-        # in one place: from two, the compiler makes one that reads beside the tiles
-        if GROUP > 1:
-            state = add_chunk(state, f_tile, v_tile)
-            all_warps()
-        if NORMALISE:
-            add_warps(norm_tile, parts_tile)
-        s_tile.store(state.to(dtype))
-        first = stop
-        stop = following
-        following = later
+    tiles = (k_tiles, v_tiles, u_tiles, s_tiles, t_tiles, d_tiles)
+    barriers = (ready, f_ready, free, u_ready, u_free)
+    products = (
+        states_ptr, rows_ptr, normaliser_ptr, ranks_ptr, tiles, barriers, begin, end, T, stride_ot,
+        stride_oh,
+    )  # fmt: skip
+    operands = (
+        query_ptr, norms_ptr, positions_ptr, ranks_ptr, tiles, parts_tile, barriers, begin, end, T,
+        stride_qt, stride_qh,
+    )  # fmt: skip
+    copies = (
+        k_desc, v_desc, k_tiles, v_tiles, ready, free, k_row, k_column, v_row, v_column, begin, end,
+    )  # fmt: skip
+    if HALVES == 1:
+        gl.warp_specialize(
+            [
+                (attend_columns, (products, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES, MIN_NORMALISER, 0)),
+                (prepare_operands, (operands, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES)),
+                (copy_chunks, (copies, HALVES, STAGES)),
+            ],
+            [4, 1],
+            [96, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (attend_columns, (products, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES, MIN_NORMALISER, 0)),
+                (attend_columns, (products, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES, MIN_NORMALISER, 1)),
+                (prepare_operands, (operands, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES)),
+                (copy_chunks, (copies, HALVES, STAGES)),
+            ],
+            [4, 4, 1],
+            [184, 120, 24],
+        )
 
 
 def can_run(
@@ -613,7 +791,7 @@ def walk_rows(
     segments, chunks = cut_segments(T, B * K, P)
     k_desc, k_offsets = describe(key, P)
     v_desc, v_offsets = describe(value, COLUMNS.value)
-    linear_attention_hopper_fwd_kernel[(P // COLUMNS.value, segments, B * K)](
+    linear_attention_hopper_fwd_kernel[(segments, B * K)](
         query,
         k_desc,
         v_desc,
@@ -636,6 +814,9 @@ def walk_rows(
         MIN_NORMALISER=MIN_NORMALISER,
         HAS_LIST=lists["HAS_LIST"],
         NORMALISE=normalise,
-        STAGES=WALK_STAGES,
+        STAGES=CHUNK_STAGES,
+        ROW_STAGES=ROW_STAGES,
         num_warps=4,
+        # what the groups of warps share and then divide among them; for two programs if P is 64
+        maxnreg=80 if P == 64 else 128,
     )
