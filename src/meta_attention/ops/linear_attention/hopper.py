@@ -679,7 +679,7 @@ def linear_attention_hopper_fwd_kernel(
                 (copy_chunks, (copies, HALVES, STAGES)),
             ],
             [4, 1],
-            [96, 24],
+            [80, 24],
         )
     else:
         gl.warp_specialize(
@@ -690,7 +690,7 @@ def linear_attention_hopper_fwd_kernel(
                 (copy_chunks, (copies, HALVES, STAGES)),
             ],
             [4, 4, 1],
-            [184, 120, 24],
+            [192, 104, 24],
         )
 
 
