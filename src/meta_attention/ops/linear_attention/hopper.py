@@ -46,10 +46,14 @@ PART = gl.constexpr(32)
 # of the state, in a program
 COLUMNS = gl.constexpr(64)
 
-SUM_STAGES, WALK_STAGES = 3, 2
+SUM_STAGES, WALK_STAGES = 6, 2
 
 # tiles of keys and values, and of queries, that the copies may be ahead
 CHUNK_STAGES, ROW_STAGES = 4, 3
+
+# what the groups of warps share, on average, and then divide among them: for one program on a
+# multiprocessor, or two if heads are narrow
+MAX_REGISTERS = {64: 80, 128: 128}
 
 # two programs for each multiprocessor of a large GPU
 PROGRAMS = 264
@@ -108,10 +112,23 @@ def features(x, NORMALISE: gl.constexpr):
 
 
 @gluon.jit
+def widen(x):
+    """bfloat16 in float32, with one instruction for each and not two for every other."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+        "=r,=r,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
 def round_pairs(x):
     """``x`` in bfloat16, and that in float32.
 
-    By itself, the compiler rounds one by one what it needs as both, which takes eight times as long.
+    By itself, the compiler rounds one by one what it needs as both: eight times as slow.
     """
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
@@ -172,12 +189,12 @@ def put_features(
 
 
 @gluon.jit
-def drop_beyond(tile, start, T, LAYOUT: gl.constexpr):
-    """Zero a tile of values beyond the last token, where even 0 times what is there may be NaN."""
+def drop_beyond(tile, start, T, LAYOUT: gl.constexpr, FILL: gl.constexpr = 0.0):
+    """Fill a tile beyond the last token, where even 0 times what is there may be NaN."""
     if start + CHUNK > T:
         s = start + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
         v = tile.load(LAYOUT).to(gl.float32)
-        tile.store(gl.where(gl.expand_dims(s < T, 1), v, 0.0).to(tile.dtype))
+        tile.store(gl.where(gl.expand_dims(s < T, 1), v, FILL).to(tile.dtype))
 
 
 @gluon.jit
@@ -236,7 +253,7 @@ def put_queries(tile, sums_tile, norm, LAYOUT: gl.constexpr):
 
     As ``load_queries`` of forward.py; rows that are not listed hold anything.
     """
-    q = tile.load(LAYOUT).to(gl.float32)
+    q = widen(tile.load(LAYOUT))
     q = q - gl.expand_dims(gl.minimum(gl.max(q, axis=1), 0.0), 1)
     rounded, u = round_pairs(features(q, True))
     tile.store(rounded)
@@ -244,15 +261,14 @@ def put_queries(tile, sums_tile, norm, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def put_keys(tile, parts_tile, P: gl.constexpr, LAYOUT: gl.constexpr):
-    """Features in place of keys, and their sums in each warp.
-
-    Even beyond the last token, where other rows of the matrix follow: only those would see them.
-    """
-    rounded, f = round_pairs(features(tile.load(LAYOUT).to(gl.float32), True))
-    tile.store(rounded)
-    total = gl.sum(f.reshape([P // 16, 4, 256 // P, P]), axis=0)
-    parts_tile.store(gl.sum(total, axis=1))
+def put_keys(tile, P: gl.constexpr, LAYOUT: gl.constexpr, NORMALISE: gl.constexpr):
+    """Features in place of keys, and their sums as far as each thread has them."""
+    f = widen(tile.load(LAYOUT))
+    if NORMALISE:
+        rounded, f = round_pairs(features(f, NORMALISE))
+        tile.store(rounded)
+    total = gl.sum(f.reshape([CHUNK * P // 1024, 1024 // P, P]), axis=0)
+    return gl.convert_layout(total, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -286,91 +302,6 @@ def add_chunk(state, left, right):
 
 
 @gluon.jit
-def linear_attention_hopper_sum_kernel(
-    k_desc,
-    v_desc,
-    sums_ptr,  # [B, K, G, P * P + P] float32
-    T,
-    K,
-    chunks,  # of a segment
-    k_rows_b,
-    k_rows_h,
-    k_columns_h,
-    v_rows_b,
-    v_rows_h,
-    v_columns_h,
-    P: gl.constexpr,
-    NORMALISE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """What one segment adds to some columns of the state."""
-    LOAD: gl.constexpr = load_layout(P)
-    TILE: gl.constexpr = tile_layout(P)
-    MMA: gl.constexpr = mma_layout()
-    dtype: gl.constexpr = k_desc.dtype
-    half = gl.program_id(0)
-    bk = gl.program_id(2)
-    b = bk // K
-    kv = bk % K
-    begin = gl.program_id(1) * chunks
-    end = gl.minimum(begin + chunks, gl.cdiv(T, CHUNK))
-    k_row = b * k_rows_b + kv * k_rows_h
-    k_column = kv * k_columns_h
-    v_row = b * v_rows_b + kv * v_rows_h
-    v_column = kv * v_columns_h + half * COLUMNS
-
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], v_desc.layout)
-    f_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    all_warps()
-    for i in gl.static_range(STAGES - 1):
-        copy_chunk(
-            begin + i, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column, v_row,
-            v_column, STAGES,
-        )  # fmt: skip
-
-    state = gl.zeros([P, COLUMNS], gl.float32, MMA)
-    norm = gl.zeros([1024 // P, P], gl.float32, LOAD)
-    for n in range(begin, end):
-        copy_chunk(
-            n + STAGES - 1, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column,
-            v_row, v_column, STAGES,
-        )  # fmt: skip
-        stage = (n - begin) % STAGES
-        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
-        total = put_features(f_tile, k_tiles.index(stage), n * CHUNK, T, P, LOAD, NORMALISE)
-        norm += total
-        drop_beyond(v_tiles.index(stage), n * CHUNK, T, TILE)
-        state = add_chunk(state, f_tile, v_tiles.index(stage))
-        # before anything writes where others may still read
-        all_warps()
-
-    group = gl.program_id(1)
-    sums_ptr += (bk.to(gl.int64) * gl.num_programs(1) + group) * (P * P + P)
-    row = gl.arange(0, P, layout=gl.SliceLayout(1, MMA))
-    c = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    gl.store(sums_ptr + gl.expand_dims(row * P, 1) + gl.expand_dims(c, 0), state)
-    if half == 0:
-        p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
-        gl.store(sums_ptr + P * P + p, gl.sum(norm, axis=0))
-
-
-@gluon.jit
-def find_rows(positions_ptr, first, stop, line, HAS_LIST: gl.constexpr):
-    """Positions of the rows from ``first`` to ``stop``, and -1 after them."""
-    slot = first + line
-    if HAS_LIST:
-        t = gl.load(positions_ptr + slot, mask=slot < stop, other=-1)
-    else:
-        t = gl.where(slot < stop, slot, -1)
-    return t
-
-
-@gluon.jit
 def copy_chunks(
     operands,
     HALVES: gl.constexpr,
@@ -393,6 +324,140 @@ def copy_chunks(
                 barrier,
                 v_tiles.index(stage * HALVES + i),
             )
+
+
+@gluon.jit
+def hand_over(barrier):
+    """Let others multiply what all warps of this group have written."""
+    fence_async_shared()
+    all_warps()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def prepare_sums(operands, P: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr):
+    """Turn keys into features, tile after tile, in place, and sum them."""
+    norm_ptr, k_tiles, v_tiles, ready, f_ready, begin, end, T = operands
+    LOAD: gl.constexpr = load_layout(P)
+    TILE: gl.constexpr = tile_layout(P)
+    HALVES: gl.constexpr = P // COLUMNS
+    norm = gl.zeros([1024 // P, P], gl.float32, LOAD)
+    for n in range(begin, end):
+        stage = (n - begin) % STAGES
+        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
+        # keys whose features are zero: other rows of the matrix follow the last token
+        FILL: gl.constexpr = -float("inf") if NORMALISE else 0.0
+        drop_beyond(k_tiles.index(stage), n * CHUNK, T, LOAD, FILL)
+        for i in gl.static_range(HALVES):
+            drop_beyond(v_tiles.index(stage * HALVES + i), n * CHUNK, T, TILE)
+        norm += put_keys(k_tiles.index(stage), P, LOAD, NORMALISE)
+        hand_over(f_ready.index(stage))
+    p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
+    gl.store(norm_ptr + p, gl.sum(norm, axis=0))
+
+
+@gluon.jit
+def sum_columns(operands, P: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
+    """64 columns of what a segment adds to the state, by one group of four warps."""
+    sums_ptr, k_tiles, v_tiles, ready, f_ready, free, begin, end = operands
+    MMA: gl.constexpr = mma_layout()
+    HALVES: gl.constexpr = P // COLUMNS
+    state = gl.zeros([P, COLUMNS], gl.float32, MMA)
+    for n in range(begin, end):
+        stage = (n - begin) % STAGES
+        lap = ((n - begin) // STAGES) & 1
+        mbarrier.wait(ready.index(stage), lap)
+        mbarrier.wait(f_ready.index(stage), lap)
+        v_tile = v_tiles.index(stage * HALVES + HALF)
+        state = warpgroup_mma(k_tiles.index(stage).permute((1, 0)), v_tile, state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=(state,))
+        mbarrier.arrive(free.index(stage), count=1)
+    row = gl.arange(0, P, layout=gl.SliceLayout(1, MMA))
+    c = HALF * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
+    gl.store(sums_ptr + gl.expand_dims(row * P, 1) + gl.expand_dims(c, 0), state)
+
+
+@gluon.jit
+def linear_attention_hopper_sum_kernel(
+    k_desc,
+    v_desc,
+    sums_ptr,  # [B, K, G, P * P + P] float32
+    T,
+    K,
+    chunks,  # of a segment
+    k_rows_b,
+    k_rows_h,
+    k_columns_h,
+    v_rows_b,
+    v_rows_h,
+    v_columns_h,
+    P: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """What one segment adds to the state."""
+    HALVES: gl.constexpr = P // COLUMNS
+    dtype: gl.constexpr = k_desc.dtype
+    segment = gl.program_id(0)
+    bk = gl.program_id(1)
+    b = bk // K
+    kv = bk % K
+    begin = segment * chunks
+    end = gl.minimum(begin + chunks, gl.cdiv(T, CHUNK))
+    k_row = b * k_rows_b + kv * k_rows_h
+    k_column = kv * k_columns_h
+    v_row = b * v_rows_b + kv * v_rows_h
+    v_column = kv * v_columns_h
+    sums_ptr += (bk.to(gl.int64) * gl.num_programs(0) + segment) * (P * P + P)
+
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES * HALVES, CHUNK, COLUMNS], v_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    f_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(f_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=HALVES)
+    fence_async_shared()
+
+    products = (sums_ptr, k_tiles, v_tiles, ready, f_ready, free, begin, end)
+    features_ = (sums_ptr + P * P, k_tiles, v_tiles, ready, f_ready, begin, end, T)
+    copies = (
+        k_desc, v_desc, k_tiles, v_tiles, ready, free, k_row, k_column, v_row, v_column, begin, end,
+    )  # fmt: skip
+    if HALVES == 1:
+        gl.warp_specialize(
+            [
+                (sum_columns, (products, P, STAGES, 0)),
+                (prepare_sums, (features_, P, NORMALISE, STAGES)),
+                (copy_chunks, (copies, HALVES, STAGES)),
+            ],
+            [4, 1],
+            [104, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (sum_columns, (products, P, STAGES, 0)),
+                (sum_columns, (products, P, STAGES, 1)),
+                (prepare_sums, (features_, P, NORMALISE, STAGES)),
+                (copy_chunks, (copies, HALVES, STAGES)),
+            ],
+            [4, 4, 1],
+            [168, 152, 24],
+        )
+
+
+@gluon.jit
+def find_rows(positions_ptr, first, stop, line, HAS_LIST: gl.constexpr):
+    """Positions of the rows from ``first`` to ``stop``, and -1 after them."""
+    slot = first + line
+    if HAS_LIST:
+        t = gl.load(positions_ptr + slot, mask=slot < stop, other=-1)
+    else:
+        t = gl.where(slot < stop, slot, -1)
+    return t
 
 
 @gluon.jit
@@ -434,11 +499,12 @@ def prepare_operands(
         stage = (n - begin) % STAGES
         mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
         if NORMALISE:
-            put_keys(k_tiles.index(stage), parts_tile, P, LOAD)
+            # beyond the last token, too: what follows there sees no row, and no state after it
+            total = put_keys(k_tiles.index(stage), P, LOAD, NORMALISE)
+            parts_tile.store(sum_in_warp(total, P))
         for i in gl.static_range(HALVES):
             drop_beyond(v_tiles.index(stage * HALVES + i), n * CHUNK, T, TILE)
-        fence_async_shared()
-        mbarrier.arrive(f_ready.index(stage), count=1)
+        hand_over(f_ready.index(stage))
 
         has_rows = first < stop
         # without rows, only those of the next chunk are to be gathered
@@ -467,8 +533,7 @@ def prepare_operands(
                                 norm,
                                 LOAD,
                             )
-                fence_async_shared()
-                mbarrier.arrive(u_ready.index(slot), count=1)
+                hand_over(u_ready.index(slot))
             tile = next_tile
         if NORMALISE:
             added = gl.sum(parts_tile.load(PARTS), axis=0)
@@ -757,7 +822,7 @@ def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
     sums = torch.empty(B, K, segments, P * P + P, dtype=torch.float32, device=key.device)
     k_desc, k_offsets = describe(key, P)
     v_desc, v_offsets = describe(value, COLUMNS.value)
-    linear_attention_hopper_sum_kernel[(P // COLUMNS.value, segments, B * K)](
+    linear_attention_hopper_sum_kernel[(segments, B * K)](
         k_desc,
         v_desc,
         sums,
@@ -770,6 +835,7 @@ def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
         NORMALISE=normalise,
         STAGES=SUM_STAGES,
         num_warps=4,
+        maxnreg=MAX_REGISTERS[P],
     )
     return sums
 
@@ -817,6 +883,5 @@ def walk_rows(
         STAGES=CHUNK_STAGES,
         ROW_STAGES=ROW_STAGES,
         num_warps=4,
-        # what the groups of warps share and then divide among them; for two programs if P is 64
-        maxnreg=80 if P == 64 else 128,
+        maxnreg=MAX_REGISTERS[P],
     )
