@@ -2,18 +2,18 @@
 
     sums    what every segment of the tokens adds to the state      parallel over segments
     scan    the state before every segment, and the last            kernel.py's
-    walk    rows, from the state before the segment on              parallel over segments
+    rows    from the state before the segment on                    hopper_rows.py
 
-A program holds 64 columns of the state in registers and takes 64 tokens at a time, which the copy
-engine brings while it works on those before. So nothing is written for every chunk, neither states
-nor features, and two programs on a multiprocessor take turns. It is written in Gluon, Triton's
+A program takes 64 tokens at a time and divides the work among groups of warps: one copies keys and
+values, one turns keys into features, and one or two each hold 64 columns of the state in registers.
+So nothing is written for every chunk, neither states nor features. It is written in Gluon, Triton's
 lower-level dialect: the state stays where the tensor cores sum it.
 
 It covers bfloat16 without padding, documents or decay, for head widths of 64 and 128: see
 ``can_run``. ``kernel.py`` covers everything and is the definition of what this does.
 
 In here, a tile of rows is laid out in one of three ways: LOAD for whole rows as memory has them,
-TILE for the program's columns of the same rows in the same threads, and MMA for the tensor cores.
+TILE for 64 columns of the same rows in the same threads, and MMA for the tensor cores.
 """
 
 import torch
@@ -32,7 +32,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix
 from meta_attention.ops.launch import compute_capability
-from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
 from meta_attention.ops.route_plan import RANK_BLOCK
 from meta_attention.ops.routed_attention.forward import LOG2_E
 from meta_attention.ops.routed_attention.hopper import copy_tile
@@ -43,19 +42,16 @@ CHUNK = gl.constexpr(RANK_BLOCK)
 # rows of a tile that a thread works on at once, so that registers suffice
 PART = gl.constexpr(32)
 
-# of the state, in a program
+# of the state, in a group of warps
 COLUMNS = gl.constexpr(64)
 
 SUM_STAGES, WALK_STAGES = 6, 2
-
-# tiles of keys and values, and of queries, that the copies may be ahead
-CHUNK_STAGES, ROW_STAGES = 4, 3
 
 # what the groups of warps share, on average, and then divide among them: for one program on a
 # multiprocessor, or two if heads are narrow
 MAX_REGISTERS = {64: 80, 128: 128}
 
-# two programs for each multiprocessor of a large GPU
+# two groups of 64 columns for each multiprocessor of a large GPU, in one program or in two
 PROGRAMS = 264
 
 # what it costs to start on a segment, in chunks, and the segments there may be
@@ -81,18 +77,6 @@ def tile_layout(width):
 @gluon.constexpr_function
 def mma_layout():
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-
-
-@gluon.constexpr_function
-def out_layout():
-    """Rows as ``mma_layout`` has them in each warp, 16 bytes to a thread."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, 64],
-    )
 
 
 @gluon.jit
@@ -248,19 +232,6 @@ def store_rows(ptr, x, t, stride, is_row, c, TILE: gl.constexpr):
 
 
 @gluon.jit
-def put_queries(tile, sums_tile, norm, LAYOUT: gl.constexpr):
-    """Features in place of queries, less the shift of each row, and their products with the norm.
-
-    As ``load_queries`` of forward.py; rows that are not listed hold anything.
-    """
-    q = widen(tile.load(LAYOUT))
-    q = q - gl.expand_dims(gl.minimum(gl.max(q, axis=1), 0.0), 1)
-    rounded, u = round_pairs(features(q, True))
-    tile.store(rounded)
-    sums_tile.store(gl.sum(u * gl.expand_dims(norm, 0), axis=1))
-
-
-@gluon.jit
 def put_keys(tile, P: gl.constexpr, LAYOUT: gl.constexpr, NORMALISE: gl.constexpr):
     """Features in place of keys, and their sums as far as each thread has them."""
     f = widen(tile.load(LAYOUT))
@@ -303,12 +274,13 @@ def add_chunk(state, left, right):
 
 @gluon.jit
 def copy_chunks(
-    operands,
-    HALVES: gl.constexpr,
-    STAGES: gl.constexpr,
+    descs, tiles, barriers, places, begin, end, HALVES: gl.constexpr, STAGES: gl.constexpr
 ):
     """Have chunk after chunk of keys and values copied, each as soon as its place is free."""
-    k_desc, v_desc, k_tiles, v_tiles, ready, free, k_row, k_column, v_row, v_column, begin, end = operands
+    k_desc, v_desc = descs
+    k_tiles, v_tiles = tiles
+    ready, free = barriers
+    k_row, k_column, v_row, v_column = places
     for n in range(begin, end):
         stage = (n - begin) % STAGES
         # of a fresh barrier, the phase before the first counts as over
@@ -335,9 +307,20 @@ def hand_over(barrier):
 
 
 @gluon.jit
-def prepare_sums(operands, P: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.constexpr):
+def sum_keys(
+    norm_ptr,
+    tiles,
+    barriers,
+    begin,
+    end,
+    T,
+    P: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Turn keys into features, tile after tile, in place, and sum them."""
-    norm_ptr, k_tiles, v_tiles, ready, f_ready, begin, end, T = operands
+    k_tiles, v_tiles = tiles
+    ready, f_ready, _free = barriers
     LOAD: gl.constexpr = load_layout(P)
     TILE: gl.constexpr = tile_layout(P)
     HALVES: gl.constexpr = P // COLUMNS
@@ -357,9 +340,19 @@ def prepare_sums(operands, P: gl.constexpr, NORMALISE: gl.constexpr, STAGES: gl.
 
 
 @gluon.jit
-def sum_columns(operands, P: gl.constexpr, STAGES: gl.constexpr, HALF: gl.constexpr):
+def sum_columns(
+    sums_ptr,
+    tiles,
+    barriers,
+    begin,
+    end,
+    P: gl.constexpr,
+    STAGES: gl.constexpr,
+    HALF: gl.constexpr,
+):
     """64 columns of what a segment adds to the state, by one group of four warps."""
-    sums_ptr, k_tiles, v_tiles, ready, f_ready, free, begin, end = operands
+    k_tiles, v_tiles = tiles
+    ready, f_ready, free = barriers
     MMA: gl.constexpr = mma_layout()
     HALVES: gl.constexpr = P // COLUMNS
     state = gl.zeros([P, COLUMNS], gl.float32, MMA)
@@ -421,17 +414,17 @@ def linear_attention_hopper_sum_kernel(
         mbarrier.init(free.index(i), count=HALVES)
     fence_async_shared()
 
-    products = (sums_ptr, k_tiles, v_tiles, ready, f_ready, free, begin, end)
-    features_ = (sums_ptr + P * P, k_tiles, v_tiles, ready, f_ready, begin, end, T)
-    copies = (
-        k_desc, v_desc, k_tiles, v_tiles, ready, free, k_row, k_column, v_row, v_column, begin, end,
-    )  # fmt: skip
+    descs = (k_desc, v_desc)
+    tiles = (k_tiles, v_tiles)
+    places = (k_row, k_column, v_row, v_column)
+    barriers = (ready, f_ready, free)
+    norm_ptr = sums_ptr + P * P
     if HALVES == 1:
         gl.warp_specialize(
             [
-                (sum_columns, (products, P, STAGES, 0)),
-                (prepare_sums, (features_, P, NORMALISE, STAGES)),
-                (copy_chunks, (copies, HALVES, STAGES)),
+                (sum_columns, (sums_ptr, tiles, barriers, begin, end, P, STAGES, 0)),
+                (sum_keys, (norm_ptr, tiles, barriers, begin, end, T, P, NORMALISE, STAGES)),
+                (copy_chunks, (descs, tiles, (ready, free), places, begin, end, HALVES, STAGES)),
             ],
             [4, 1],
             [104, 24],
@@ -439,323 +432,13 @@ def linear_attention_hopper_sum_kernel(
     else:
         gl.warp_specialize(
             [
-                (sum_columns, (products, P, STAGES, 0)),
-                (sum_columns, (products, P, STAGES, 1)),
-                (prepare_sums, (features_, P, NORMALISE, STAGES)),
-                (copy_chunks, (copies, HALVES, STAGES)),
+                (sum_columns, (sums_ptr, tiles, barriers, begin, end, P, STAGES, 0)),
+                (sum_columns, (sums_ptr, tiles, barriers, begin, end, P, STAGES, 1)),
+                (sum_keys, (norm_ptr, tiles, barriers, begin, end, T, P, NORMALISE, STAGES)),
+                (copy_chunks, (descs, tiles, (ready, free), places, begin, end, HALVES, STAGES)),
             ],
             [4, 4, 1],
             [168, 152, 24],
-        )
-
-
-@gluon.jit
-def find_rows(positions_ptr, first, stop, line, HAS_LIST: gl.constexpr):
-    """Positions of the rows from ``first`` to ``stop``, and -1 after them."""
-    slot = first + line
-    if HAS_LIST:
-        t = gl.load(positions_ptr + slot, mask=slot < stop, other=-1)
-    else:
-        t = gl.where(slot < stop, slot, -1)
-    return t
-
-
-@gluon.jit
-def prepare_operands(
-    operands,
-    GROUP: gl.constexpr,
-    P: gl.constexpr,
-    HAS_LIST: gl.constexpr,
-    NORMALISE: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
-):
-    """Turn keys and the listed queries into features, tile after tile, in place.
-
-    Queries are gathered a tile ahead, and their positions found a chunk before that.
-    """
-    query_ptr, norms_ptr, positions_ptr, ranks_ptr, tiles, parts_tile, barriers, begin, end, T, stride_qt, stride_qh = operands
-    k_tiles, v_tiles, u_tiles, s_tiles, t_tiles, d_tiles = tiles
-    ready, f_ready, free, u_ready, u_free = barriers
-    LOAD: gl.constexpr = load_layout(P)
-    TILE: gl.constexpr = tile_layout(P)
-    PARTS: gl.constexpr = gl.BlockedLayout([4, 8], [256 // P, P // 8], [4, 1], [1, 0])
-    HALVES: gl.constexpr = P // COLUMNS
-    line = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LOAD))
-    p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
-    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
-    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
-    stop_1 = rank_at(ranks_ptr, gl.minimum(begin + 2, end), T, HAS_LIST)
-    stop_2 = rank_at(ranks_ptr, gl.minimum(begin + 3, end), T, HAS_LIST)
-    t = find_rows(positions_ptr, first, stop, line, HAS_LIST)
-    t_1 = find_rows(positions_ptr, stop, stop_1, line, HAS_LIST)
-    copy_rows(u_tiles.index(0), query_ptr, t, stride_qt, t >= 0, p)
-    t_tiles.index(0).store(t)
-    norm = gl.load(norms_ptr + p)
-    tile = 0
-    for n in range(begin, end):
-        t_2 = find_rows(positions_ptr, stop_1, stop_2, line, HAS_LIST)
-        stop_3 = rank_at(ranks_ptr, gl.minimum(n + 4, end), T, HAS_LIST)
-        stage = (n - begin) % STAGES
-        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
-        if NORMALISE:
-            # beyond the last token, too: what follows there sees no row, and no state after it
-            total = put_keys(k_tiles.index(stage), P, LOAD, NORMALISE)
-            parts_tile.store(sum_in_warp(total, P))
-        for i in gl.static_range(HALVES):
-            drop_beyond(v_tiles.index(stage * HALVES + i), n * CHUNK, T, TILE)
-        hand_over(f_ready.index(stage))
-
-        has_rows = first < stop
-        # without rows, only those of the next chunk are to be gathered
-        for member in range(gl.where(has_rows, GROUP, 1)):
-            next_tile = tile + has_rows.to(gl.int32)
-            next_slot = next_tile % ROW_STAGES
-            is_next_head = has_rows & (member + 1 < GROUP)
-            next_t = gl.where(is_next_head, t, t_1)
-            # offsets in 64 bits
-            head = gl.where(is_next_head, member + 1, 0).to(gl.int64)
-            mbarrier.wait(u_free.index(next_slot), ((next_tile // ROW_STAGES) & 1) ^ 1)
-            copy_rows(
-                u_tiles.index(next_slot), query_ptr + head * stride_qh, next_t, stride_qt,
-                next_t >= 0, p,
-            )  # fmt: skip
-            t_tiles.index(next_slot).store(next_t)
-            async_copy.wait_group(1)
-            if has_rows:
-                slot = tile % ROW_STAGES
-                if NORMALISE:
-                    for i in gl.static_range(CHUNK // PART):
-                        if first + i * PART < stop:
-                            put_queries(
-                                u_tiles.index(slot).slice(i * PART, PART),
-                                d_tiles.index(slot).slice(i * PART, PART),
-                                norm,
-                                LOAD,
-                            )
-                hand_over(u_ready.index(slot))
-            tile = next_tile
-        if NORMALISE:
-            added = gl.sum(parts_tile.load(PARTS), axis=0)
-            norm += gl.convert_layout(added, gl.SliceLayout(0, LOAD), assert_trivial=True)
-        first = stop
-        stop = stop_1
-        stop_1 = stop_2
-        stop_2 = stop_3
-        t = t_1
-        t_1 = t_2
-
-
-@gluon.jit
-def attend_columns(
-    operands,
-    GROUP: gl.constexpr,
-    P: gl.constexpr,
-    HAS_LIST: gl.constexpr,
-    NORMALISE: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
-    MIN_NORMALISER: gl.constexpr,
-    HALF: gl.constexpr,
-):
-    """64 columns of the state and of the rows, by one group of four warps."""
-    states_ptr, rows_ptr, normaliser_ptr, ranks_ptr, tiles, barriers, begin, end, T, stride_ot, stride_oh = operands
-    k_tiles, v_tiles, u_tiles, s_tiles, t_tiles, d_tiles = tiles
-    ready, f_ready, free, u_ready, u_free = barriers
-    MMA: gl.constexpr = mma_layout()
-    OUT: gl.constexpr = out_layout()
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
-    HALVES: gl.constexpr = P // COLUMNS
-    dtype: gl.constexpr = k_tiles.dtype
-    s_tile = s_tiles.index(HALF)
-    state_row = gl.arange(0, P, layout=ROW)
-    state_column = HALF * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    state = gl.load(states_ptr + gl.expand_dims(state_row * P, 1) + gl.expand_dims(state_column, 0))
-    s_tile.store(state.to(dtype))
-    fence_async_shared()
-    all_warps()
-
-    empty = gl.zeros([CHUNK, COLUMNS], gl.float32, MMA)
-    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, MMA))
-    c = HALF * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, OUT))
-    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
-    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
-    tile = 0
-    for n in range(begin, end):
-        following = rank_at(ranks_ptr, gl.minimum(n + 2, end), T, HAS_LIST)
-        stage = (n - begin) % STAGES
-        lap = ((n - begin) // STAGES) & 1
-        f_tile = k_tiles.index(stage)
-        v_tile = v_tiles.index(stage * HALVES + HALF)
-        mbarrier.wait(ready.index(stage), lap)
-        mbarrier.wait(f_ready.index(stage), lap)
-        if first < stop:
-            for member in range(GROUP):
-                slot = tile % ROW_STAGES
-                u_tile = u_tiles.index(slot)
-                mbarrier.wait(u_ready.index(slot), (tile // ROW_STAGES) & 1)
-                scores = warpgroup_mma(
-                    u_tile, f_tile.permute((1, 0)), empty, use_acc=False, is_async=True
-                )
-                acc = warpgroup_mma(u_tile, s_tile, empty, use_acc=False, is_async=True)
-                t = t_tiles.index(slot).load(ROW)
-                out_t = t_tiles.index(slot).load(gl.SliceLayout(1, OUT))
-                if NORMALISE:
-                    den = d_tiles.index(slot).load(ROW)
-                scores = warpgroup_mma_wait(1, deps=(scores,))
-                sees = gl.expand_dims(n * CHUNK + s, 0) <= gl.expand_dims(t, 1)
-                rounded, weights = round_pairs(gl.where(sees, scores, 0.0))
-                operand = gl.convert_layout(rounded, OPERAND)
-                acc = warpgroup_mma(operand, v_tile, acc, is_async=True)
-                if NORMALISE:
-                    den = gl.maximum(den + gl.sum(weights, axis=1), MIN_NORMALISER)
-                acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
-                mbarrier.arrive(u_free.index(slot), count=1)
-                # offsets in 64 bits
-                head = first.to(gl.int64) * 0 + member
-                if NORMALISE:
-                    acc = acc * gl.expand_dims(1.0 / den, 1)
-                    # once, not by every group of warps
-                    if HALF == 0:
-                        gl.store(normaliser_ptr + head * T + t, den, mask=t >= 0)
-                out = gl.convert_layout(acc.to(rows_ptr.dtype.element_ty), OUT)
-                at = gl.expand_dims(out_t.to(gl.int64) * stride_ot, 1) + gl.expand_dims(c, 0)
-                mask = gl.expand_dims(out_t >= 0, 1)
-                gl.store(rows_ptr + head * stride_oh + at, out, mask=mask)
-                tile += 1
-        # in one place: from two, the compiler makes one that reads beside the tiles
-        state = warpgroup_mma(f_tile.permute((1, 0)), v_tile, state, is_async=True)
-        state = warpgroup_mma_wait(0, deps=(state,))
-        mbarrier.arrive(free.index(stage), count=1)
-        s_tile.store(state.to(dtype))
-        fence_async_shared()
-        all_warps()
-        first = stop
-        stop = following
-
-
-@gluon.jit
-def linear_attention_hopper_fwd_kernel(
-    query_ptr,
-    k_desc,
-    v_desc,
-    states_ptr,  # [B, K, G, P, P] float32, before every segment
-    norms_ptr,  # [B, K, G, P] float32
-    rows_ptr,
-    normaliser_ptr,  # [B, H, T] float32
-    positions_ptr,  # [B, 1 or K, T] int32
-    ranks_ptr,  # [B, 1 or K, chunks + 1] int32
-    T,
-    K,
-    chunks,  # of a segment
-    k_rows_b,
-    k_rows_h,
-    k_columns_h,
-    v_rows_b,
-    v_rows_h,
-    v_columns_h,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    stride_pb,
-    stride_pg,
-    stride_rb,
-    stride_rg,
-    GROUP: gl.constexpr,
-    P: gl.constexpr,
-    MIN_NORMALISER: gl.constexpr,
-    HAS_LIST: gl.constexpr,
-    NORMALISE: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
-):
-    """The rows of one segment, for all query heads of a key-value head."""
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    HALVES: gl.constexpr = P // COLUMNS
-    dtype: gl.constexpr = k_desc.dtype
-    segment = gl.program_id(0)
-    bk = gl.program_id(1)
-    b = bk // K
-    kv = bk % K
-    begin = segment * chunks
-    end = gl.minimum(begin + chunks, gl.cdiv(T, CHUNK))
-    k_row = b * k_rows_b + kv * k_rows_h
-    k_column = kv * k_columns_h
-    v_row = b * v_rows_b + kv * v_rows_h
-    v_column = kv * v_columns_h
-    b = b.to(gl.int64)
-    kv = kv.to(gl.int64)
-    at = bk.to(gl.int64) * gl.num_programs(0) + segment
-    states_ptr += at * P * P
-    norms_ptr += at * P
-    query_ptr += b * stride_qb + kv * GROUP * stride_qh
-    rows_ptr += b * stride_ob + kv * GROUP * stride_oh
-    normaliser_ptr += bk.to(gl.int64) * GROUP * T
-    if HAS_LIST:
-        positions_ptr += b * stride_pb + kv * stride_pg
-        ranks_ptr += b * stride_rb + kv * stride_rg
-
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES * HALVES, CHUNK, COLUMNS], v_desc.layout)
-    u_tiles = gl.allocate_shared_memory(dtype, [ROW_STAGES, CHUNK, P], k_desc.layout)
-    s_tiles = gl.allocate_shared_memory(dtype, [HALVES, P, COLUMNS], v_desc.layout)
-    # of every row of queries, its position and its product with the norm
-    t_tiles = gl.allocate_shared_memory(gl.int32, [ROW_STAGES, CHUNK], LINE)
-    d_tiles = gl.allocate_shared_memory(gl.float32, [ROW_STAGES, CHUNK], LINE)
-    parts_tile = gl.allocate_shared_memory(gl.float32, [4, P], LINES)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    f_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    u_ready = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], mbarrier.MBarrierLayout())
-    u_free = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], mbarrier.MBarrierLayout())
-    # every group of columns gives a tile back
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(f_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=HALVES)
-    for i in gl.static_range(ROW_STAGES):
-        mbarrier.init(u_ready.index(i), count=1)
-        mbarrier.init(u_free.index(i), count=HALVES)
-    fence_async_shared()
-
-    tiles = (k_tiles, v_tiles, u_tiles, s_tiles, t_tiles, d_tiles)
-    barriers = (ready, f_ready, free, u_ready, u_free)
-    products = (
-        states_ptr, rows_ptr, normaliser_ptr, ranks_ptr, tiles, barriers, begin, end, T, stride_ot,
-        stride_oh,
-    )  # fmt: skip
-    operands = (
-        query_ptr, norms_ptr, positions_ptr, ranks_ptr, tiles, parts_tile, barriers, begin, end, T,
-        stride_qt, stride_qh,
-    )  # fmt: skip
-    copies = (
-        k_desc, v_desc, k_tiles, v_tiles, ready, free, k_row, k_column, v_row, v_column, begin, end,
-    )  # fmt: skip
-    if HALVES == 1:
-        gl.warp_specialize(
-            [
-                (attend_columns, (products, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES, MIN_NORMALISER, 0)),
-                (prepare_operands, (operands, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES)),
-                (copy_chunks, (copies, HALVES, STAGES)),
-            ],
-            [4, 1],
-            [80, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (attend_columns, (products, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES, MIN_NORMALISER, 0)),
-                (attend_columns, (products, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES, MIN_NORMALISER, 1)),
-                (prepare_operands, (operands, GROUP, P, HAS_LIST, NORMALISE, STAGES, ROW_STAGES)),
-                (copy_chunks, (copies, HALVES, STAGES)),
-            ],
-            [4, 4, 1],
-            [192, 104, 24],
         )
 
 
@@ -838,50 +521,3 @@ def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
         maxnreg=MAX_REGISTERS[P],
     )
     return sums
-
-
-def walk_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    states: Tensor,
-    norms: Tensor,
-    rows: Tensor,
-    normaliser: Tensor,
-    normalise: bool,
-    lists: dict[str, object],
-) -> None:
-    """Rows and their normalisers, from the states before every segment."""
-    B, T, K, P = key.shape
-    query = aligned(query)
-    segments, chunks = cut_segments(T, B * K, P)
-    k_desc, k_offsets = describe(key, P)
-    v_desc, v_offsets = describe(value, COLUMNS.value)
-    linear_attention_hopper_fwd_kernel[(segments, B * K)](
-        query,
-        k_desc,
-        v_desc,
-        states,
-        norms,
-        rows,
-        normaliser,
-        lists["positions_ptr"],
-        lists["ranks_ptr"],
-        T,
-        K,
-        chunks,
-        *k_offsets,
-        *v_offsets,
-        *strides_of(query),
-        *rows.stride()[:3],
-        *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
-        GROUP=lists["GROUP"],
-        P=P,
-        MIN_NORMALISER=MIN_NORMALISER,
-        HAS_LIST=lists["HAS_LIST"],
-        NORMALISE=normalise,
-        STAGES=CHUNK_STAGES,
-        ROW_STAGES=ROW_STAGES,
-        num_warps=4,
-        maxnreg=MAX_REGISTERS[P],
-    )
