@@ -137,7 +137,7 @@ def prepare_operands(
         stage = (n - begin) % STAGES
         mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
         if NORMALISE:
-            # beyond the last token, too: what follows there sees no row, and no state after it
+            # beyond the last token, too: no row sees those, and the state after them is not used
             total = put_keys(k_tiles.index(stage), P, LOAD, NORMALISE)
             parts_tile.store(sum_in_warp(total, P))
         for i in gl.static_range(HALVES):
