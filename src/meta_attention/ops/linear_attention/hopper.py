@@ -2,18 +2,18 @@
 
     sums    what every segment of the tokens adds to the state      parallel over segments
     scan    the state before every segment, and the last            kernel.py's
-    walk    rows, from the state before the segment on              parallel over segments
+    rows    from the state before the segment on                    hopper_rows.py
 
-A program holds 64 columns of the state in registers and takes 64 tokens at a time, which the copy
-engine brings while it works on those before. So nothing is written for every chunk, neither states
-nor features, and two programs on a multiprocessor take turns. It is written in Gluon, Triton's
+A program takes 64 tokens at a time and divides the work among groups of warps: one copies keys and
+values, one turns keys into features, and one or two each hold 64 columns of the state in registers.
+So nothing is written for every chunk, neither states nor features. It is written in Gluon, Triton's
 lower-level dialect: the state stays where the tensor cores sum it.
 
 It covers bfloat16 without padding, documents or decay, for head widths of 64 and 128: see
 ``can_run``. ``kernel.py`` covers everything and is the definition of what this does.
 
 In here, a tile of rows is laid out in one of three ways: LOAD for whole rows as memory has them,
-TILE for the program's columns of the same rows in the same threads, and MMA for the tensor cores.
+TILE for 64 columns of the same rows in the same threads, and MMA for the tensor cores.
 """
 
 import torch
@@ -32,7 +32,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix
 from meta_attention.ops.launch import compute_capability
-from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
 from meta_attention.ops.route_plan import RANK_BLOCK
 from meta_attention.ops.routed_attention.forward import LOG2_E
 from meta_attention.ops.routed_attention.hopper import copy_tile
@@ -43,12 +42,16 @@ CHUNK = gl.constexpr(RANK_BLOCK)
 # rows of a tile that a thread works on at once, so that registers suffice
 PART = gl.constexpr(32)
 
-# of the state, in a program
+# of the state, in a group of warps
 COLUMNS = gl.constexpr(64)
 
-SUM_STAGES, WALK_STAGES = 3, 2
+SUM_STAGES, WALK_STAGES = 6, 2
 
-# two programs for each multiprocessor of a large GPU
+# what the groups of warps share, on average, and then divide among them: for one program on a
+# multiprocessor, or two if heads are narrow
+MAX_REGISTERS = {64: 80, 128: 128}
+
+# two groups of 64 columns for each multiprocessor of a large GPU, in one program or in two
 PROGRAMS = 264
 
 # what it costs to start on a segment, in chunks, and the segments there may be
@@ -90,6 +93,35 @@ def features(x, NORMALISE: gl.constexpr):
         )
         x = gl.maximum(x, 0.0) + below
     return x
+
+
+@gluon.jit
+def widen(x):
+    """bfloat16 in float32, with one instruction for each and not two for every other."""
+    return gl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+        "=r,=r,r",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def round_pairs(x):
+    """``x`` in bfloat16, and that in float32.
+
+    By itself, the compiler rounds one by one what it needs as both: eight times as slow.
+    """
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $4, $3; shl.b32 $1, $0, 16; and.b32 $2, $0, 0xffff0000;",
+        "=r,=r,=r,r,r",
+        [x],
+        dtype=(gl.bfloat16, gl.float32),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @gluon.jit
@@ -141,12 +173,12 @@ def put_features(
 
 
 @gluon.jit
-def drop_beyond(tile, start, T, LAYOUT: gl.constexpr):
-    """Zero a tile of values beyond the last token, where even 0 times what is there may be NaN."""
+def drop_beyond(tile, start, T, LAYOUT: gl.constexpr, FILL: gl.constexpr = 0.0):
+    """Fill a tile beyond the last token, where even 0 times what is there may be NaN."""
     if start + CHUNK > T:
         s = start + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
         v = tile.load(LAYOUT).to(gl.float32)
-        tile.store(gl.where(gl.expand_dims(s < T, 1), v, 0.0).to(tile.dtype))
+        tile.store(gl.where(gl.expand_dims(s < T, 1), v, FILL).to(tile.dtype))
 
 
 @gluon.jit
@@ -200,17 +232,14 @@ def store_rows(ptr, x, t, stride, is_row, c, TILE: gl.constexpr):
 
 
 @gluon.jit
-def put_queries(tile, sums_tile, norm_tile, LAYOUT: gl.constexpr):
-    """Features in place of queries, less the shift of each row, and their products with the norm.
-
-    As ``load_queries`` of forward.py; rows that are not listed hold anything.
-    """
-    q = tile.load(LAYOUT).to(gl.float32)
-    q = q - gl.expand_dims(gl.minimum(gl.max(q, axis=1), 0.0), 1)
-    u = features(q, True).to(tile.dtype)
-    tile.store(u)
-    norm = gl.expand_dims(norm_tile.load(gl.SliceLayout(0, LAYOUT)), 0)
-    sums_tile.store(gl.sum(u.to(gl.float32) * norm, axis=1))
+def put_keys(tile, P: gl.constexpr, LAYOUT: gl.constexpr, NORMALISE: gl.constexpr):
+    """Features in place of keys, and their sums as far as each thread has them."""
+    f = widen(tile.load(LAYOUT))
+    if NORMALISE:
+        rounded, f = round_pairs(features(f, NORMALISE))
+        tile.store(rounded)
+    total = gl.sum(f.reshape([CHUNK * P // 1024, 1024 // P, P]), axis=0)
+    return gl.convert_layout(total, LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
@@ -244,6 +273,104 @@ def add_chunk(state, left, right):
 
 
 @gluon.jit
+def copy_chunks(
+    descs, tiles, barriers, places, begin, end, HALVES: gl.constexpr, STAGES: gl.constexpr
+):
+    """Have chunk after chunk of keys and values copied, each as soon as its place is free."""
+    k_desc, v_desc = descs
+    k_tiles, v_tiles = tiles
+    ready, free = barriers
+    k_row, k_column, v_row, v_column = places
+    for n in range(begin, end):
+        stage = (n - begin) % STAGES
+        # of a fresh barrier, the phase before the first counts as over
+        mbarrier.wait(free.index(stage), (((n - begin) // STAGES) & 1) ^ 1)
+        barrier = ready.index(stage)
+        size: gl.constexpr = k_desc.block_type.nbytes + HALVES * v_desc.block_type.nbytes
+        mbarrier.expect(barrier, size)
+        copy_tile(k_desc, [k_row + n * CHUNK, k_column], barrier, k_tiles.index(stage))
+        for i in gl.static_range(HALVES):
+            copy_tile(
+                v_desc,
+                [v_row + n * CHUNK, v_column + i * COLUMNS],
+                barrier,
+                v_tiles.index(stage * HALVES + i),
+            )
+
+
+@gluon.jit
+def hand_over(barrier):
+    """Let others multiply what all warps of this group have written."""
+    fence_async_shared()
+    all_warps()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def sum_keys(
+    norm_ptr,
+    tiles,
+    barriers,
+    begin,
+    end,
+    T,
+    P: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Turn keys into features, tile after tile, in place, and sum them."""
+    k_tiles, v_tiles = tiles
+    ready, f_ready, _free = barriers
+    LOAD: gl.constexpr = load_layout(P)
+    TILE: gl.constexpr = tile_layout(P)
+    HALVES: gl.constexpr = P // COLUMNS
+    norm = gl.zeros([1024 // P, P], gl.float32, LOAD)
+    for n in range(begin, end):
+        stage = (n - begin) % STAGES
+        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
+        # keys whose features are zero: other rows of the matrix follow the last token
+        FILL: gl.constexpr = -float("inf") if NORMALISE else 0.0
+        drop_beyond(k_tiles.index(stage), n * CHUNK, T, LOAD, FILL)
+        for i in gl.static_range(HALVES):
+            drop_beyond(v_tiles.index(stage * HALVES + i), n * CHUNK, T, TILE)
+        norm += put_keys(k_tiles.index(stage), P, LOAD, NORMALISE)
+        hand_over(f_ready.index(stage))
+    p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
+    gl.store(norm_ptr + p, gl.sum(norm, axis=0))
+
+
+@gluon.jit
+def sum_columns(
+    sums_ptr,
+    tiles,
+    barriers,
+    begin,
+    end,
+    P: gl.constexpr,
+    STAGES: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """64 columns of what a segment adds to the state, by one group of four warps."""
+    k_tiles, v_tiles = tiles
+    ready, f_ready, free = barriers
+    MMA: gl.constexpr = mma_layout()
+    HALVES: gl.constexpr = P // COLUMNS
+    state = gl.zeros([P, COLUMNS], gl.float32, MMA)
+    for n in range(begin, end):
+        stage = (n - begin) % STAGES
+        lap = ((n - begin) // STAGES) & 1
+        mbarrier.wait(ready.index(stage), lap)
+        mbarrier.wait(f_ready.index(stage), lap)
+        v_tile = v_tiles.index(stage * HALVES + HALF)
+        state = warpgroup_mma(k_tiles.index(stage).permute((1, 0)), v_tile, state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=(state,))
+        mbarrier.arrive(free.index(stage), count=1)
+    row = gl.arange(0, P, layout=gl.SliceLayout(1, MMA))
+    c = HALF * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
+    gl.store(sums_ptr + gl.expand_dims(row * P, 1) + gl.expand_dims(c, 0), state)
+
+
+@gluon.jit
 def linear_attention_hopper_sum_kernel(
     k_desc,
     v_desc,
@@ -261,111 +388,11 @@ def linear_attention_hopper_sum_kernel(
     NORMALISE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """What one segment adds to some columns of the state."""
-    LOAD: gl.constexpr = load_layout(P)
-    TILE: gl.constexpr = tile_layout(P)
-    MMA: gl.constexpr = mma_layout()
+    """What one segment adds to the state."""
+    HALVES: gl.constexpr = P // COLUMNS
     dtype: gl.constexpr = k_desc.dtype
-    half = gl.program_id(0)
-    bk = gl.program_id(2)
-    b = bk // K
-    kv = bk % K
-    begin = gl.program_id(1) * chunks
-    end = gl.minimum(begin + chunks, gl.cdiv(T, CHUNK))
-    k_row = b * k_rows_b + kv * k_rows_h
-    k_column = kv * k_columns_h
-    v_row = b * v_rows_b + kv * v_rows_h
-    v_column = kv * v_columns_h + half * COLUMNS
-
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], v_desc.layout)
-    f_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    all_warps()
-    for i in gl.static_range(STAGES - 1):
-        copy_chunk(
-            begin + i, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column, v_row,
-            v_column, STAGES,
-        )  # fmt: skip
-
-    state = gl.zeros([P, COLUMNS], gl.float32, MMA)
-    norm = gl.zeros([1024 // P, P], gl.float32, LOAD)
-    for n in range(begin, end):
-        copy_chunk(
-            n + STAGES - 1, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column,
-            v_row, v_column, STAGES,
-        )  # fmt: skip
-        stage = (n - begin) % STAGES
-        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
-        total = put_features(f_tile, k_tiles.index(stage), n * CHUNK, T, P, LOAD, NORMALISE)
-        norm += total
-        drop_beyond(v_tiles.index(stage), n * CHUNK, T, TILE)
-        state = add_chunk(state, f_tile, v_tiles.index(stage))
-        # before anything writes where others may still read
-        all_warps()
-
-    group = gl.program_id(1)
-    sums_ptr += (bk.to(gl.int64) * gl.num_programs(1) + group) * (P * P + P)
-    row = gl.arange(0, P, layout=gl.SliceLayout(1, MMA))
-    c = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    gl.store(sums_ptr + gl.expand_dims(row * P, 1) + gl.expand_dims(c, 0), state)
-    if half == 0:
-        p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
-        gl.store(sums_ptr + P * P + p, gl.sum(norm, axis=0))
-
-
-@gluon.jit
-def linear_attention_hopper_fwd_kernel(
-    query_ptr,
-    k_desc,
-    v_desc,
-    states_ptr,  # [B, K, G, P, P] float32, before every segment
-    norms_ptr,  # [B, K, G, P] float32
-    rows_ptr,
-    normaliser_ptr,  # [B, H, T] float32
-    positions_ptr,  # [B, 1 or K, T] int32
-    ranks_ptr,  # [B, 1 or K, chunks + 1] int32
-    T,
-    K,
-    chunks,  # of a segment
-    k_rows_b,
-    k_rows_h,
-    k_columns_h,
-    v_rows_b,
-    v_rows_h,
-    v_columns_h,
-    stride_qb,
-    stride_qt,
-    stride_qh,
-    stride_ob,
-    stride_ot,
-    stride_oh,
-    stride_pb,
-    stride_pg,
-    stride_rb,
-    stride_rg,
-    GROUP: gl.constexpr,
-    P: gl.constexpr,
-    MIN_NORMALISER: gl.constexpr,
-    HAS_LIST: gl.constexpr,
-    NORMALISE: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    """Some columns of the rows of one segment, for all query heads of a key-value head."""
-    LOAD: gl.constexpr = load_layout(P)
-    TILE: gl.constexpr = tile_layout(P)
-    MMA: gl.constexpr = mma_layout()
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    dtype: gl.constexpr = k_desc.dtype
-    half = gl.program_id(0)
-    segment = gl.program_id(1)
-    bk = gl.program_id(2)
+    segment = gl.program_id(0)
+    bk = gl.program_id(1)
     b = bk // K
     kv = bk % K
     begin = segment * chunks
@@ -373,147 +400,46 @@ def linear_attention_hopper_fwd_kernel(
     k_row = b * k_rows_b + kv * k_rows_h
     k_column = kv * k_columns_h
     v_row = b * v_rows_b + kv * v_rows_h
-    v_column = kv * v_columns_h + half * COLUMNS
-    b = b.to(gl.int64)
-    kv = kv.to(gl.int64)
-    query_ptr += b * stride_qb + kv * GROUP * stride_qh
-    rows_ptr += b * stride_ob + kv * GROUP * stride_oh + half * COLUMNS
-    normaliser_ptr += bk.to(gl.int64) * GROUP * T
-    if HAS_LIST:
-        positions_ptr += b * stride_pb + kv * stride_pg
-        ranks_ptr += b * stride_rb + kv * stride_rg
+    v_column = kv * v_columns_h
+    sums_ptr += (bk.to(gl.int64) * gl.num_programs(0) + segment) * (P * P + P)
 
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], v_desc.layout)
-    f_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
-    u_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], k_desc.layout)
-    s_tile = gl.allocate_shared_memory(dtype, [P, COLUMNS], v_desc.layout)
-    d_tile = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
-    norm_tile = gl.allocate_shared_memory(gl.float32, [P], LINE)
-    parts_tile = gl.allocate_shared_memory(gl.float32, [4, P], LINES)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES * HALVES, CHUNK, COLUMNS], v_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    f_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(f_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=HALVES)
     fence_async_shared()
-    all_warps()
-    for i in gl.static_range(STAGES - 1):
-        copy_chunk(
-            begin + i, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column, v_row,
-            v_column, STAGES,
-        )  # fmt: skip
 
-    # the first rows, then the state before the segment
-    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
-    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
-    following = rank_at(ranks_ptr, gl.minimum(begin + 2, end), T, HAS_LIST)
-    line = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LOAD))
-    p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
-    t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
-    copy_rows(u_tile, query_ptr, t, stride_qt, first + line < stop, p)
-    at = bk.to(gl.int64) * gl.num_programs(1) + segment
-    state_row = gl.arange(0, P, layout=ROW)
-    state_column = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    state_at = gl.expand_dims(state_row * P, 1) + gl.expand_dims(state_column, 0)
-    state = gl.load(states_ptr + at * P * P + state_at)
-    norm_tile.store(gl.load(norms_ptr + at * P + p))
-    s_tile.store(state.to(dtype))
-
-    empty = gl.zeros([CHUNK, COLUMNS], gl.float32, MMA)
-    row = gl.arange(0, CHUNK, layout=ROW)
-    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, MMA))
-    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
-    for n in range(begin, end):
-        copy_chunk(
-            n + STAGES - 1, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column,
-            v_row, v_column, STAGES,
-        )  # fmt: skip
-        later = rank_at(ranks_ptr, gl.minimum(n + 3, end), T, HAS_LIST)
-        stage = (n - begin) % STAGES
-        v_tile = v_tiles.index(stage)
-        mbarrier.wait(ready.index(stage), ((n - begin) // STAGES) & 1)
-        total = put_features(f_tile, k_tiles.index(stage), n * CHUNK, T, P, LOAD, NORMALISE)
-        if NORMALISE:
-            parts_tile.store(sum_in_warp(total, P))
-        drop_beyond(v_tile, n * CHUNK, T, TILE)
-
-        if first < stop:
-            for member in range(GROUP):
-                # offsets in 64 bits
-                head = kv * 0 + member
-                first = afresh(first)
-                next_first, next_stop, next_member = next_rows(
-                    first, stop, following, member, GROUP
-                )
-                async_copy.wait_group(0)
-                if NORMALISE:
-                    for i in gl.static_range(CHUNK // PART):
-                        if first + i * PART < stop:
-                            put_queries(
-                                u_tile.slice(i * PART, PART),
-                                d_tile.slice(i * PART, PART),
-                                norm_tile,
-                                LOAD,
-                            )
-                fence_async_shared()
-                all_warps()
-
-                scores = warpgroup_mma(
-                    u_tile, f_tile.permute((1, 0)), empty, use_acc=False, is_async=True
-                )
-                if GROUP == 1:
-                    state = warpgroup_mma(f_tile.permute((1, 0)), v_tile, state, is_async=True)
-                at_row = load_positions(positions_ptr, first + row, stop, HAS_LIST)
-                scores = warpgroup_mma_wait(1 if GROUP == 1 else 0, deps=(scores,))
-                sees = gl.expand_dims(n * CHUNK + s, 0) <= gl.expand_dims(at_row, 1)
-                weights = gl.where(sees, scores, 0.0).to(dtype)
-                # not before: there are no registers for the scores and this
-                acc = warpgroup_mma(u_tile, s_tile, empty, use_acc=False, is_async=True)
-                operand = gl.convert_layout(weights, OPERAND)
-                acc = warpgroup_mma(operand, v_tile, acc, is_async=True)
-                next_t = load_positions(positions_ptr, next_first + line, next_stop, HAS_LIST)
-                if NORMALISE:
-                    den = d_tile.load(ROW) + gl.sum(weights.to(gl.float32), axis=1)
-                    den = gl.maximum(den, MIN_NORMALISER)
-                if GROUP == 1:
-                    acc, operand, state = warpgroup_mma_wait(0, deps=(acc, operand, state))
-                else:
-                    acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
-                if NORMALISE:
-                    acc = acc * gl.expand_dims(1.0 / den, 1)
-                    if half == 0:
-                        gl.store(normaliser_ptr + head * T + at_row, den, mask=first + row < stop)
-                first = afresh(first)
-                t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
-                out = gl.convert_layout(acc.to(rows_ptr.dtype.element_ty), TILE)
-                store_rows(
-                    rows_ptr + head * stride_oh, out, t, stride_ot, first + line < stop, c, TILE
-                )
-                # before anything writes where others may still read
-                all_warps()
-                copy_rows(
-                    u_tile,
-                    query_ptr + (kv * 0 + next_member) * stride_qh,
-                    next_t,
-                    stride_qt,
-                    next_first + line < next_stop,
-                    p,
-                )
-        else:
-            next_t = load_positions(positions_ptr, stop + line, following, HAS_LIST)
-            copy_rows(u_tile, query_ptr, next_t, stride_qt, stop + line < following, p)
-            if GROUP == 1:
-                state = add_chunk(state, f_tile, v_tile)
-                all_warps()
-        # in one place: from two, the compiler makes one that reads beside the tiles
-        if GROUP > 1:
-            state = add_chunk(state, f_tile, v_tile)
-            all_warps()
-        if NORMALISE:
-            add_warps(norm_tile, parts_tile)
-        s_tile.store(state.to(dtype))
-        first = stop
-        stop = following
-        following = later
+    descs = (k_desc, v_desc)
+    tiles = (k_tiles, v_tiles)
+    places = (k_row, k_column, v_row, v_column)
+    barriers = (ready, f_ready, free)
+    norm_ptr = sums_ptr + P * P
+    if HALVES == 1:
+        gl.warp_specialize(
+            [
+                (sum_columns, (sums_ptr, tiles, barriers, begin, end, P, STAGES, 0)),
+                (sum_keys, (norm_ptr, tiles, barriers, begin, end, T, P, NORMALISE, STAGES)),
+                (copy_chunks, (descs, tiles, (ready, free), places, begin, end, HALVES, STAGES)),
+            ],
+            [4, 1],
+            [104, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (sum_columns, (sums_ptr, tiles, barriers, begin, end, P, STAGES, 0)),
+                (sum_columns, (sums_ptr, tiles, barriers, begin, end, P, STAGES, 1)),
+                (sum_keys, (norm_ptr, tiles, barriers, begin, end, T, P, NORMALISE, STAGES)),
+                (copy_chunks, (descs, tiles, (ready, free), places, begin, end, HALVES, STAGES)),
+            ],
+            [4, 4, 1],
+            [168, 152, 24],
+        )
 
 
 def can_run(
@@ -579,7 +505,7 @@ def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
     sums = torch.empty(B, K, segments, P * P + P, dtype=torch.float32, device=key.device)
     k_desc, k_offsets = describe(key, P)
     v_desc, v_offsets = describe(value, COLUMNS.value)
-    linear_attention_hopper_sum_kernel[(P // COLUMNS.value, segments, B * K)](
+    linear_attention_hopper_sum_kernel[(segments, B * K)](
         k_desc,
         v_desc,
         sums,
@@ -592,50 +518,6 @@ def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
         NORMALISE=normalise,
         STAGES=SUM_STAGES,
         num_warps=4,
+        maxnreg=MAX_REGISTERS[P],
     )
     return sums
-
-
-def walk_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    states: Tensor,
-    norms: Tensor,
-    rows: Tensor,
-    normaliser: Tensor,
-    normalise: bool,
-    lists: dict[str, object],
-) -> None:
-    """Rows and their normalisers, from the states before every segment."""
-    B, T, K, P = key.shape
-    query = aligned(query)
-    segments, chunks = cut_segments(T, B * K, P)
-    k_desc, k_offsets = describe(key, P)
-    v_desc, v_offsets = describe(value, COLUMNS.value)
-    linear_attention_hopper_fwd_kernel[(P // COLUMNS.value, segments, B * K)](
-        query,
-        k_desc,
-        v_desc,
-        states,
-        norms,
-        rows,
-        normaliser,
-        lists["positions_ptr"],
-        lists["ranks_ptr"],
-        T,
-        K,
-        chunks,
-        *k_offsets,
-        *v_offsets,
-        *strides_of(query),
-        *rows.stride()[:3],
-        *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
-        GROUP=lists["GROUP"],
-        P=P,
-        MIN_NORMALISER=MIN_NORMALISER,
-        HAS_LIST=lists["HAS_LIST"],
-        NORMALISE=normalise,
-        STAGES=WALK_STAGES,
-        num_warps=4,
-    )

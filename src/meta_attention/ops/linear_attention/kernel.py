@@ -25,7 +25,12 @@ from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.launch import apply, ceil_div, next_power_of_2
-from meta_attention.ops.linear_attention import hopper, hopper_backward, hopper_query_gradient
+from meta_attention.ops.linear_attention import (
+    hopper,
+    hopper_backward,
+    hopper_query_gradient,
+    hopper_rows,
+)
 from meta_attention.ops.linear_attention.backward import (
     linear_attention_bwd_decay_kernel,
     linear_attention_bwd_key_kernel,
@@ -404,7 +409,7 @@ class _WalkedLinearAttention(torch.autograd.Function):
         sums = hopper.sum_segments(key, value, normalise)
         states, norms, last, _ = _scan(launch, sums, initial_state, dtype=torch.float32)
         normaliser = torch.empty(B, H, T, dtype=torch.float32, device=query.device)
-        hopper.walk_rows(
+        hopper_rows.walk_rows(
             query, key, value, states, norms, rows, normaliser, normalise, launch.lists
         )
         ctx.save_for_backward(query, key, value, rows.detach(), normaliser, states, norms)
