@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
+    afresh,
     aligned,
     all_warps,
     copy_rows,
@@ -191,17 +192,15 @@ def prepare_rows(
         scale = 1.0 / den
         scale_tiles.index(place).store(scale)
         pull = pull * scale
-    u_0 = q_tiles.index(2 * place).load(LOAD)
-    u_1 = q_tiles.index(2 * place + 1).load(LOAD)
-    if NORMALISE:
-        u_0 = u_0.to(gl.float32)
-        u_1 = u_1.to(gl.float32)
-        shift = gl.minimum(gl.maximum(gl.max(u_0, axis=1), gl.max(u_1, axis=1)), 0.0)
+        top = gl.max(q_tiles.index(2 * place).load(LOAD).to(gl.float32), axis=1)
+        q = q_tiles.index(2 * place + 1).load(LOAD).to(gl.float32)
+        shift = gl.minimum(gl.maximum(top, gl.max(q, axis=1)), 0.0)
         shift_tiles.index(place).store(shift)
-        u_0 = features(u_0 - gl.expand_dims(shift, 1), True)
-        u_1 = features(u_1 - gl.expand_dims(shift, 1), True)
-    gl.store(packed_u_ptr + at + c, u_0.to(dtype), mask=is_listed)
-    gl.store(packed_u_ptr + at + HALF + c, u_1.to(dtype), mask=is_listed)
+    for half in gl.static_range(2):
+        u = q_tiles.index(2 * place + half).load(LOAD)
+        if NORMALISE:
+            u = features(u.to(gl.float32) - gl.expand_dims(shift, 1), True).to(dtype)
+        gl.store(packed_u_ptr + half * HALF + at + c, u, mask=is_listed)
     fence_async_shared()
     all_warps()
     # the queries are not read after this: what comes out takes their place
@@ -409,7 +408,7 @@ def multiply_chunks(
                 if NORMALISE:
                     pull = pull_tiles.index(place).load(gl.SliceLayout(1, SCORES))
                     d_scores += gl.expand_dims(pull, 1)
-                sees = gl.expand_dims(n * CHUNK + s, 0) <= gl.expand_dims(at, 1)
+                sees = gl.expand_dims(afresh(n) * CHUNK + s, 0) <= gl.expand_dims(at, 1)
                 operand = gl.convert_layout(gl.where(sees, d_scores, 0.0).to(dtype), OPERAND)
                 du = warpgroup_mma(operand, f_tile, du, is_async=True)
                 du, operand = warpgroup_mma_wait(0, deps=(du, operand))
