@@ -38,7 +38,6 @@ from meta_attention.ops.linear_attention.hopper import (
     features,
     load_layout,
     load_positions,
-    put_features,
     rank_at,
     strides_of,
 )
@@ -110,7 +109,6 @@ def fetch_rows(
     t,
     slot,
     stop,
-    is_any,
     head,
     q_tiles,
     g_tiles,
@@ -131,12 +129,13 @@ def fetch_rows(
     LOAD: gl.constexpr,
     NORMALISE: gl.constexpr,
 ):
-    """Have the rows of a tile copied, if any, when their place is free; load their normalisers."""
+    """Have the rows of a tile copied when their place is free, and load their normalisers."""
     place = tile % PLACES
     is_row = slot < stop
     c = gl.arange(0, HALF, layout=gl.SliceLayout(0, LOAD))
     p = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(0, LOAD))
-    mbarrier.wait(row_free.index(place), ((tile // PLACES) & 1) ^ 1, pred=is_any)
+    # of a fresh barrier, the phase before the first counts as over
+    mbarrier.wait(row_free.index(place), ((tile // PLACES) & 1) ^ 1)
     copy_rows(g_tiles.index(place), grad_ptr + head * stride_gh, t, stride_gt, is_row, p)
     den = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, LOAD))
     if NORMALISE:
@@ -213,6 +212,16 @@ def prepare_rows(
 
 
 @gluon.jit
+def turn_keys(tile, HALF: gl.constexpr, LOAD: gl.constexpr):
+    """Features in place of keys, and their sums as far as each thread has them."""
+    ROWS: gl.constexpr = 1024 // HALF
+    f = features(tile.load(LOAD).to(gl.float32), True).to(tile.dtype)
+    tile.store(f)
+    total = gl.sum(f.to(gl.float32).reshape([CHUNK // ROWS, ROWS, HALF]), axis=0)
+    return gl.convert_layout(total, LOAD, assert_trivial=True)
+
+
+@gluon.jit
 def prepare_chunks(
     k_tiles,
     v_tiles,
@@ -271,11 +280,13 @@ def prepare_chunks(
     # offsets of query heads in 64 bits
     zero = gl.to_tensor(0).to(gl.int64)
     t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
-    den = fetch_rows(
-        tile, t, first + line, stop, first < stop, zero, q_tiles, g_tiles, out_tile, row_free,
-        query_ptr, grad_ptr, rows_ptr, normaliser_ptr, T, stride_qt, stride_qh, stride_gt,
-        stride_gh, stride_ot, stride_oh, HALF, LOAD, NORMALISE,
-    )  # fmt: skip
+    den = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, LOAD))
+    if first < stop:
+        den = fetch_rows(
+            tile, t, first + line, stop, zero, q_tiles, g_tiles, out_tile, row_free, query_ptr,
+            grad_ptr, rows_ptr, normaliser_ptr, T, stride_qt, stride_qh, stride_gt, stride_gh,
+            stride_ot, stride_oh, HALF, LOAD, NORMALISE,
+        )  # fmt: skip
     for n in range(begin, end):
         later = rank_at(ranks_ptr, gl.minimum(n + 3, end), T, HAS_LIST)
         next_t = load_positions(positions_ptr, stop + line, following, HAS_LIST)
@@ -284,10 +295,11 @@ def prepare_chunks(
         if NORMALISE:
             norm_tiles.index(2 * stage).store(gl.sum(norm_0, axis=0))
             norm_tiles.index(2 * stage + 1).store(gl.sum(norm_1, axis=0))
-        k_tile = k_tiles.index(2 * stage)
-        norm_0 += put_features(k_tile, k_tile, n * CHUNK, T, HALF, LOAD, NORMALISE)
-        k_tile = k_tiles.index(2 * stage + 1)
-        norm_1 += put_features(k_tile, k_tile, n * CHUNK, T, HALF, LOAD, NORMALISE)
+            norm_0 += turn_keys(k_tiles.index(2 * stage), HALF, LOAD)
+            norm_1 += turn_keys(k_tiles.index(2 * stage + 1), HALF, LOAD)
+        # other rows of the matrix follow there; no chunk follows that would need their sums
+        drop_beyond(k_tiles.index(2 * stage), n * CHUNK, T, LOAD)
+        drop_beyond(k_tiles.index(2 * stage + 1), n * CHUNK, T, LOAD)
         drop_beyond(v_tiles.index(stage), n * CHUNK, T, LOAD)
         fence_async_shared()
         all_warps()
@@ -306,7 +318,7 @@ def prepare_chunks(
                 if GROUP > 1:
                     if member + 1 < GROUP:
                         den = fetch_rows(
-                            tile, t, first + line, stop, True, zero + member + 1, q_tiles, g_tiles,
+                            tile, t, first + line, stop, zero + member + 1, q_tiles, g_tiles,
                             out_tile, row_free, query_ptr, grad_ptr, rows_ptr, normaliser_ptr, T,
                             stride_qt, stride_qh, stride_gt, stride_gh, stride_ot, stride_oh, HALF,
                             LOAD, NORMALISE,
@@ -315,11 +327,12 @@ def prepare_chunks(
         stop = following
         following = later
         t = next_t
-        den = fetch_rows(
-            tile, t, first + line, stop, first < stop, zero, q_tiles, g_tiles, out_tile, row_free,
-            query_ptr, grad_ptr, rows_ptr, normaliser_ptr, T, stride_qt, stride_qh, stride_gt,
-            stride_gh, stride_ot, stride_oh, HALF, LOAD, NORMALISE,
-        )  # fmt: skip
+        if first < stop:
+            den = fetch_rows(
+                tile, t, first + line, stop, zero, q_tiles, g_tiles, out_tile, row_free, query_ptr,
+                grad_ptr, rows_ptr, normaliser_ptr, T, stride_qt, stride_qh, stride_gt, stride_gh,
+                stride_ot, stride_oh, HALF, LOAD, NORMALISE,
+            )  # fmt: skip
 
 
 @gluon.jit
