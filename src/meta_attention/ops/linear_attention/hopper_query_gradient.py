@@ -215,9 +215,10 @@ def prepare_rows(
 def turn_keys(tile, HALF: gl.constexpr, LOAD: gl.constexpr):
     """Features in place of keys, and their sums as far as each thread has them."""
     ROWS: gl.constexpr = 1024 // HALF
-    f = features(tile.load(LOAD).to(gl.float32), True).to(tile.dtype)
-    tile.store(f)
-    total = gl.sum(f.to(gl.float32).reshape([CHUNK // ROWS, ROWS, HALF]), axis=0)
+    tile.store(features(tile.load(LOAD).to(gl.float32), True).to(tile.dtype))
+    # rounded in pairs if not used before they are there
+    f = tile.load(LOAD).to(gl.float32)
+    total = gl.sum(f.reshape([CHUNK // ROWS, ROWS, HALF]), axis=0)
     return gl.convert_layout(total, LOAD, assert_trivial=True)
 
 
