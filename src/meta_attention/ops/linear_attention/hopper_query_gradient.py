@@ -306,8 +306,8 @@ def prepare_chunks(
         all_warps()
         mbarrier.arrive(chunk_ready.index(stage), count=1)
 
-        if first < stop:
-            for member in range(GROUP):
+        for member in range(GROUP):
+            if first < stop:
                 here = (zero + member) * T
                 prepare_rows(
                     tile, t, first + line, stop, den, q_tiles, g_tiles, out_tile, at_tiles,
@@ -316,24 +316,19 @@ def prepare_chunks(
                     packed_pull_ptr + here, HALF, LOAD, MIN_NORMALISER, NORMALISE,
                 )  # fmt: skip
                 tile += 1
-                if GROUP > 1:
-                    if member + 1 < GROUP:
-                        den = fetch_rows(
-                            tile, t, first + line, stop, zero + member + 1, q_tiles, g_tiles,
-                            out_tile, row_free, query_ptr, grad_ptr, rows_ptr, normaliser_ptr, T,
-                            stride_qt, stride_qh, stride_gt, stride_gh, stride_ot, stride_oh, HALF,
-                            LOAD, NORMALISE,
-                        )  # fmt: skip
-        first = stop
-        stop = following
-        following = later
-        t = next_t
-        if first < stop:
-            den = fetch_rows(
-                tile, t, first + line, stop, zero, q_tiles, g_tiles, out_tile, row_free, query_ptr,
-                grad_ptr, rows_ptr, normaliser_ptr, T, stride_qt, stride_qh, stride_gt, stride_gh,
-                stride_ot, stride_oh, HALF, LOAD, NORMALISE,
-            )  # fmt: skip
+            head = zero + member + 1
+            if member + 1 == GROUP:
+                head = zero
+                first = stop
+                stop = following
+                following = later
+                t = next_t
+            if first < stop:
+                den = fetch_rows(
+                    tile, t, first + line, stop, head, q_tiles, g_tiles, out_tile, row_free,
+                    query_ptr, grad_ptr, rows_ptr, normaliser_ptr, T, stride_qt, stride_qh,
+                    stride_gt, stride_gh, stride_ot, stride_oh, HALF, LOAD, NORMALISE,
+                )  # fmt: skip
 
 
 @gluon.jit
