@@ -4,8 +4,15 @@ Keys and values change their roles: the gradient g of a row meets the state from
 
     du[t] = g[t] state^T + pull[t] norm + sum_s (g[t] . value[s] + pull[t]) f(key[s]),    s <= t
 
-so a program holds the states of 64 columns of the features, all values wide. It packs u, g and pull
-for the kernels after it: see ``backward.py``, which is the definition of what this does.
+A program walks along one segment in four groups of warps, each some chunks ahead of the next:
+
+    load_chunks      1 warp     has keys and values copied
+    prepare_chunks   4 warps    turns keys into features where they are, sums them up, fetches the
+                                listed rows, works out their pulls, and packs u, g and pull for the
+                                kernels after this one
+    multiply_chunks  4 warps    the products, with one half of the features' columns; twice
+
+See ``backward.py``, which is the definition of what this does.
 """
 
 from torch import Tensor
@@ -21,15 +28,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
-    COLUMNS,
-    PART,
-    WALK_STAGES,
-    add_chunk,
-    add_warps,
     afresh,
     aligned,
     all_warps,
-    copy_chunk,
     copy_rows,
     cut_segments,
     describe,
@@ -37,99 +38,430 @@ from meta_attention.ops.linear_attention.hopper import (
     features,
     load_layout,
     load_positions,
-    mma_layout,
-    next_rows,
-    put_features,
     rank_at,
-    store_rows,
     strides_of,
-    sum_in_warp,
-    tile_layout,
 )
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
+from meta_attention.ops.routed_attention.forward import LOG2_E
+from meta_attention.ops.routed_attention.hopper import copy_tile
 
-# renamed between the versions of Triton we run on
-_tile = gl.shared_memory_descriptor
-seen_as = getattr(_tile, "reinterpret", None) or _tile._reinterpret
+# chunks of keys and values, and tiles of rows, that are in shared memory at a time
+STAGES, PLACES = 3, gl.constexpr(2)
+
+# of the threads of each group; with the other half of the products, they are 4 * 128
+PRODUCT_REGISTERS, PREPARE_REGISTERS, LOAD_REGISTERS = (
+    gl.constexpr(176),
+    gl.constexpr(136),
+    gl.constexpr(24),
+)
+
+
+@gluon.constexpr_function
+def mma_layout(width):
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16]
+    )
+
+
+@gluon.constexpr_function
+def store_layout(width):
+    """Each row in the warp that has it in ``mma_layout``, 16 bytes to a thread."""
+    return gl.BlockedLayout([width // 16, 8], [256 // width, width // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
-def load_rows(ptr, t, stride, is_row, c):
-    """[t, c], zero where not listed."""
-    at = gl.expand_dims(t.to(gl.int64) * stride, 1) + gl.expand_dims(c, 0)
-    return gl.load(ptr + at, mask=gl.expand_dims(is_row, 1), other=0.0)
-
-
-@gluon.jit
-def put_shifts(
-    tile,
-    query_ptr,
-    positions_ptr,
-    first,
-    stop,
-    stride,
-    WIDTH: gl.constexpr,
-    LOAD: gl.constexpr,
-    HAS_LIST: gl.constexpr,
+def load_chunks(
+    k_desc,
+    v_desc,
+    k_tiles,
+    v_tiles,
+    loaded,
+    chunk_free,
+    k_row,
+    k_column,
+    v_row,
+    v_column,
+    begin,
+    end,
+    HALF: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """What ``put_queries`` takes off the queries of some rows."""
-    slot = first + gl.arange(0, PART, layout=gl.SliceLayout(1, LOAD))
-    p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LOAD))
-    t = load_positions(positions_ptr, slot, stop, HAS_LIST)
-    q = load_rows(query_ptr, t, stride, slot < stop, p).to(gl.float32)
-    tile.store(gl.minimum(gl.max(q, axis=1), 0.0))
+    """Copy chunk after chunk of keys, in halves, and values, each as soon as its place is free."""
+    for n in range(begin, end):
+        stage = (n - begin) % STAGES
+        barrier = loaded.index(stage)
+        # of a fresh barrier, the phase before the first counts as over
+        mbarrier.wait(chunk_free.index(stage), (((n - begin) // STAGES) & 1) ^ 1)
+        mbarrier.expect(barrier, 2 * k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            copy_tile(
+                k_desc,
+                [k_row + n * CHUNK, k_column + half * HALF],
+                barrier,
+                k_tiles.index(2 * stage + half),
+            )
+        copy_tile(v_desc, [v_row + n * CHUNK, v_column], barrier, v_tiles.index(stage))
 
 
 @gluon.jit
-def finish_rows(
-    du_tile,
-    shift_tile,
-    pull_tile,
-    norm_tile,
+def fetch_rows(
+    tile,
+    t,
+    slot,
+    stop,
+    head,
+    q_tiles,
+    g_tiles,
+    out_tile,
+    row_free,
     query_ptr,
     grad_ptr,
+    rows_ptr,
     normaliser_ptr,
-    d_query_ptr,
+    T,
+    stride_qt,
+    stride_qh,
+    stride_gt,
+    stride_gh,
+    stride_ot,
+    stride_oh,
+    HALF: gl.constexpr,
+    LOAD: gl.constexpr,
+    NORMALISE: gl.constexpr,
+):
+    """Have the rows of a tile copied when their place is free, and load their normalisers."""
+    place = tile % PLACES
+    is_row = slot < stop
+    c = gl.arange(0, HALF, layout=gl.SliceLayout(0, LOAD))
+    p = gl.arange(0, 2 * HALF, layout=gl.SliceLayout(0, LOAD))
+    # of a fresh barrier, the phase before the first counts as over
+    mbarrier.wait(row_free.index(place), ((tile // PLACES) & 1) ^ 1)
+    copy_rows(g_tiles.index(place), grad_ptr + head * stride_gh, t, stride_gt, is_row, p)
+    den = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, LOAD))
+    if NORMALISE:
+        copy_rows(out_tile, rows_ptr + head * stride_oh, t, stride_ot, is_row, p)
+        den = gl.load(normaliser_ptr + head * T + t, mask=is_row, other=1.0)
+    for half in gl.static_range(2):
+        q_ptr = query_ptr + head * stride_qh + half * HALF
+        copy_rows(q_tiles.index(2 * place + half), q_ptr, t, stride_qt, is_row, c)
+    return den
+
+
+@gluon.jit
+def prepare_rows(
+    tile,
+    t,
+    slot,
+    stop,
+    den,
+    q_tiles,
+    g_tiles,
+    out_tile,
+    at_tiles,
+    shift_tiles,
+    pull_tiles,
+    scale_tiles,
+    row_ready,
+    packed_u_ptr,
+    packed_g_ptr,
+    packed_pull_ptr,
+    HALF: gl.constexpr,
+    LOAD: gl.constexpr,
+    MIN_NORMALISER: gl.constexpr,
+    NORMALISE: gl.constexpr,
+):
+    """Hand a tile of rows over to the products, and pack it."""
+    dtype: gl.constexpr = g_tiles.dtype
+    place = tile % PLACES
+    is_row = slot < stop
+    is_listed = gl.expand_dims(is_row, 1)
+    c = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, LOAD)), 0)
+    p = gl.expand_dims(gl.arange(0, 2 * HALF, layout=gl.SliceLayout(0, LOAD)), 0)
+    at = gl.expand_dims(slot.to(gl.int64) * (2 * HALF), 1)
+    async_copy.wait_group(0)
+    # what is not listed lies before all keys
+    at_tiles.index(place).store(gl.where(is_row, t, -1))
+    pull = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, LOAD))
+    if NORMALISE:
+        g = g_tiles.index(place).load(LOAD).to(gl.float32)
+        # a normaliser at its floor does not depend on anything
+        pull = -gl.sum(g * out_tile.load(LOAD).to(gl.float32), axis=1)
+        pull = gl.where(den > MIN_NORMALISER, pull, 0.0)
+        pull_tiles.index(place).store(pull)
+        scale = 1.0 / den
+        scale_tiles.index(place).store(scale)
+        pull = pull * scale
+        top = gl.max(q_tiles.index(2 * place).load(LOAD).to(gl.float32), axis=1)
+        q = q_tiles.index(2 * place + 1).load(LOAD).to(gl.float32)
+        shift = gl.minimum(gl.maximum(top, gl.max(q, axis=1)), 0.0)
+        shift_tiles.index(place).store(shift)
+    for half in gl.static_range(2):
+        u = q_tiles.index(2 * place + half).load(LOAD)
+        if NORMALISE:
+            u = features(u.to(gl.float32) - gl.expand_dims(shift, 1), True).to(dtype)
+        gl.store(packed_u_ptr + half * HALF + at + c, u, mask=is_listed)
+    fence_async_shared()
+    all_warps()
+    # the queries are not read after this: what comes out takes their place
+    mbarrier.arrive(row_ready.index(place), count=1)
+    g = g_tiles.index(place).load(LOAD)
+    if NORMALISE:
+        g = (g.to(gl.float32) * gl.expand_dims(scale, 1)).to(dtype)
+    gl.store(packed_g_ptr + at + p, g, mask=is_listed)
+    gl.store(packed_pull_ptr + slot, pull, mask=is_row)
+
+
+@gluon.jit
+def turn_keys(tile, HALF: gl.constexpr, LOAD: gl.constexpr):
+    """Features in place of keys, and their sums as far as each thread has them."""
+    ROWS: gl.constexpr = 1024 // HALF
+    tile.store(features(tile.load(LOAD).to(gl.float32), True).to(tile.dtype))
+    # rounded in pairs if not used before they are there
+    f = tile.load(LOAD).to(gl.float32)
+    total = gl.sum(f.reshape([CHUNK // ROWS, ROWS, HALF]), axis=0)
+    return gl.convert_layout(total, LOAD, assert_trivial=True)
+
+
+@gluon.jit
+def prepare_chunks(
+    k_tiles,
+    v_tiles,
+    q_tiles,
+    g_tiles,
+    out_tile,
+    norm_tiles,
+    at_tiles,
+    shift_tiles,
+    pull_tiles,
+    scale_tiles,
+    loaded,
+    chunk_ready,
+    row_ready,
+    row_free,
+    query_ptr,
+    grad_ptr,
+    rows_ptr,
+    normaliser_ptr,
+    norm_ptr,
     packed_u_ptr,
     packed_g_ptr,
     packed_pull_ptr,
     positions_ptr,
-    first,
-    stop,
+    ranks_ptr,
+    T,
+    begin,
+    end,
     stride_qt,
+    stride_qh,
     stride_gt,
-    stride_dt,
-    P: gl.constexpr,
-    TILE: gl.constexpr,
+    stride_gh,
+    stride_ot,
+    stride_oh,
+    GROUP: gl.constexpr,
+    HALF: gl.constexpr,
+    MIN_NORMALISER: gl.constexpr,
     HAS_LIST: gl.constexpr,
     NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """From gradients of features to those of queries, in the program's columns of some rows."""
-    ROW: gl.constexpr = gl.SliceLayout(1, TILE)
-    dtype: gl.constexpr = packed_u_ptr.dtype.element_ty
-    slot = first + gl.arange(0, PART, layout=ROW)
-    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
-    is_row = slot < stop
-    t = load_positions(positions_ptr, slot, stop, HAS_LIST)
-    u = load_rows(query_ptr, t, stride_qt, is_row, c).to(gl.float32)
-    g = load_rows(grad_ptr, t, stride_gt, is_row, c).to(gl.float32)
-    du = du_tile.load(TILE)
-    pull = gl.zeros([PART], gl.float32, ROW)
-    if NORMALISE:
-        scale = 1.0 / gl.load(normaliser_ptr + t, mask=is_row, other=1.0)
-        u = features(u - gl.expand_dims(shift_tile.load(ROW), 1), NORMALISE)
-        pull = pull_tile.load(ROW) * scale
-        norm = gl.expand_dims(norm_tile.load(gl.SliceLayout(0, TILE)), 0)
-        du = du * gl.expand_dims(scale, 1) + gl.expand_dims(pull, 1) * norm
-        # the slope of the features: 1 above 0, and the features themselves below
-        du = du * gl.minimum(u, 1.0)
-        g = g * gl.expand_dims(scale, 1)
-    store_rows(d_query_ptr, du.to(dtype), t, stride_dt, is_row, c, TILE)
-    store_rows(packed_u_ptr, u.to(dtype), slot, P, is_row, c, TILE)
-    store_rows(packed_g_ptr, g.to(dtype), slot, P, is_row, c, TILE)
-    # once, not by every program of the row
-    if gl.program_id(0) == 0:
-        gl.store(packed_pull_ptr + slot, pull, mask=is_row)
+    """Features of every chunk and the norm before it, and the rows of every query head."""
+    LOAD: gl.constexpr = load_layout(HALF)
+    # a thread sums up its own rows
+    c = gl.arange(0, HALF, layout=gl.SliceLayout(0, LOAD))
+    is_first = gl.arange(0, 1024 // HALF, layout=gl.SliceLayout(1, LOAD)) == 0
+    is_first = gl.expand_dims(is_first, 1)
+    norm_0 = gl.where(is_first, gl.expand_dims(gl.load(norm_ptr + c), 0), 0.0)
+    norm_1 = gl.where(is_first, gl.expand_dims(gl.load(norm_ptr + HALF + c), 0), 0.0)
+
+    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
+    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
+    following = rank_at(ranks_ptr, gl.minimum(begin + 2, end), T, HAS_LIST)
+    tile = 0
+    line = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LOAD))
+    # offsets of query heads in 64 bits
+    zero = gl.to_tensor(0).to(gl.int64)
+    t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
+    den = gl.zeros([CHUNK], gl.float32, gl.SliceLayout(1, LOAD))
+    if first < stop:
+        den = fetch_rows(
+            tile, t, first + line, stop, zero, q_tiles, g_tiles, out_tile, row_free, query_ptr,
+            grad_ptr, rows_ptr, normaliser_ptr, T, stride_qt, stride_qh, stride_gt, stride_gh,
+            stride_ot, stride_oh, HALF, LOAD, NORMALISE,
+        )  # fmt: skip
+    for n in range(begin, end):
+        later = rank_at(ranks_ptr, gl.minimum(n + 3, end), T, HAS_LIST)
+        next_t = load_positions(positions_ptr, stop + line, following, HAS_LIST)
+        stage = (n - begin) % STAGES
+        mbarrier.wait(loaded.index(stage), ((n - begin) // STAGES) & 1)
+        if NORMALISE:
+            norm_tiles.index(2 * stage).store(gl.sum(norm_0, axis=0))
+            norm_tiles.index(2 * stage + 1).store(gl.sum(norm_1, axis=0))
+            norm_0 += turn_keys(k_tiles.index(2 * stage), HALF, LOAD)
+            norm_1 += turn_keys(k_tiles.index(2 * stage + 1), HALF, LOAD)
+        # other rows of the matrix follow there; no chunk follows that would need their sums
+        drop_beyond(k_tiles.index(2 * stage), n * CHUNK, T, LOAD)
+        drop_beyond(k_tiles.index(2 * stage + 1), n * CHUNK, T, LOAD)
+        drop_beyond(v_tiles.index(stage), n * CHUNK, T, LOAD)
+        fence_async_shared()
+        all_warps()
+        mbarrier.arrive(chunk_ready.index(stage), count=1)
+
+        for member in range(GROUP):
+            if first < stop:
+                here = (zero + member) * T
+                prepare_rows(
+                    tile, t, first + line, stop, den, q_tiles, g_tiles, out_tile, at_tiles,
+                    shift_tiles, pull_tiles, scale_tiles, row_ready,
+                    packed_u_ptr + here * (2 * HALF), packed_g_ptr + here * (2 * HALF),
+                    packed_pull_ptr + here, HALF, LOAD, MIN_NORMALISER, NORMALISE,
+                )  # fmt: skip
+                tile += 1
+            head = zero + member + 1
+            if member + 1 == GROUP:
+                head = zero
+                first = stop
+                stop = following
+                following = later
+                t = next_t
+            if first < stop:
+                den = fetch_rows(
+                    tile, t, first + line, stop, head, q_tiles, g_tiles, out_tile, row_free,
+                    query_ptr, grad_ptr, rows_ptr, normaliser_ptr, T, stride_qt, stride_qh,
+                    stride_gt, stride_gh, stride_ot, stride_oh, HALF, LOAD, NORMALISE,
+                )  # fmt: skip
+
+
+@gluon.jit
+def multiply_chunks(
+    half,
+    f_tiles,
+    v_tiles,
+    s_tile,
+    q_tiles,
+    g_tiles,
+    norm_tiles,
+    at_tiles,
+    shift_tiles,
+    pull_tiles,
+    scale_tiles,
+    loaded,
+    chunk_ready,
+    chunk_free,
+    row_ready,
+    row_free,
+    state_ptr,
+    d_query_ptr,
+    ranks_ptr,
+    T,
+    begin,
+    end,
+    stride,
+    GROUP: gl.constexpr,
+    HALF: gl.constexpr,
+    HAS_LIST: gl.constexpr,
+    NORMALISE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Gradients of half the columns of the segment's queries."""
+    P: gl.constexpr = 2 * HALF
+    SCORES: gl.constexpr = mma_layout(CHUNK)
+    MMA: gl.constexpr = mma_layout(HALF)
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    STORE: gl.constexpr = store_layout(HALF)
+    dtype: gl.constexpr = f_tiles.dtype
+    d_query_ptr += half * HALF
+    c = half * HALF + gl.arange(0, HALF, layout=COLUMN)
+    v = gl.arange(0, P, layout=ROW)
+    state = gl.load(state_ptr + gl.expand_dims(v, 1) + gl.expand_dims(c * P, 0))
+    s_tile.store(state.to(dtype))
+    fence_async_shared()
+    all_warps()
+
+    tile = 0
+    zero = gl.to_tensor(0).to(gl.int64)
+    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
+    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
+    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, SCORES))
+    out_c = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, STORE)), 0)
+    for n in range(begin, end):
+        following = rank_at(ranks_ptr, gl.minimum(n + 2, end), T, HAS_LIST)
+        stage = (n - begin) % STAGES
+        lap = ((n - begin) // STAGES) & 1
+        f_tile = f_tiles.index(2 * stage + half)
+        v_tile = v_tiles.index(stage)
+        mbarrier.wait(loaded.index(stage), lap)
+        mbarrier.wait(chunk_ready.index(stage), lap)
+        if first < stop:
+            for member in range(GROUP):
+                place = tile % PLACES
+                g_tile = g_tiles.index(place)
+                mbarrier.wait(row_ready.index(place), (tile // PLACES) & 1)
+                d_scores = warpgroup_mma(
+                    g_tile,
+                    v_tile.permute((1, 0)),
+                    gl.zeros([CHUNK, CHUNK], gl.float32, SCORES),
+                    use_acc=False,
+                    is_async=True,
+                )
+                du = warpgroup_mma(
+                    g_tile,
+                    s_tile,
+                    gl.zeros([CHUNK, HALF], gl.float32, MMA),
+                    use_acc=False,
+                    is_async=True,
+                )
+                at = at_tiles.index(place).load(gl.SliceLayout(1, SCORES))
+                d_scores = warpgroup_mma_wait(1, deps=(d_scores,))
+                if NORMALISE:
+                    pull = pull_tiles.index(place).load(gl.SliceLayout(1, SCORES))
+                    d_scores += gl.expand_dims(pull, 1)
+                sees = gl.expand_dims(afresh(n) * CHUNK + s, 0) <= gl.expand_dims(at, 1)
+                operand = gl.convert_layout(gl.where(sees, d_scores, 0.0).to(dtype), OPERAND)
+                du = warpgroup_mma(operand, f_tile, du, is_async=True)
+                du, operand = warpgroup_mma_wait(0, deps=(du, operand))
+                q_tile = q_tiles.index(2 * place + half)
+                if NORMALISE:
+                    pull = gl.expand_dims(pull_tiles.index(place).load(ROW), 1)
+                    scale = gl.expand_dims(scale_tiles.index(place).load(ROW), 1)
+                    shift = gl.expand_dims(shift_tiles.index(place).load(ROW), 1)
+                    norm = gl.expand_dims(norm_tiles.index(2 * stage + half).load(COLUMN), 0)
+                    q = q_tile.load(MMA).to(gl.float32)
+                    du = (du + pull * norm) * scale * slope(q - shift)
+                q_tile.store(du.to(dtype))
+                all_warps()
+                out = q_tile.load(STORE)
+                t = at_tiles.index(place).load(gl.SliceLayout(1, STORE))
+                all_warps()
+                mbarrier.arrive(row_free.index(place), count=1)
+                out_at = (zero + member) * P + gl.expand_dims(t.to(gl.int64) * stride, 1) + out_c
+                gl.store(d_query_ptr + out_at, out, mask=gl.expand_dims(t >= 0, 1))
+                tile += 1
+        # in one place: from two, the compiler makes one that reads beside the tiles
+        state = warpgroup_mma(v_tile.permute((1, 0)), f_tile, state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=(state,))
+        # before anything writes where others may still read
+        all_warps()
+        mbarrier.arrive(chunk_free.index(stage), count=1)
+        s_tile.store(state.to(dtype))
+        fence_async_shared()
+        all_warps()
+        first = stop
+        stop = following
+
+
+@gluon.jit
+def slope(x):
+    """Of the features: 1 above 0, and the features themselves below."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [gl.minimum(x, 0.0) * LOG2_E],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -177,25 +509,18 @@ def linear_attention_hopper_bwd_query_kernel(
     NORMALISE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Some columns of the gradients of one segment's queries."""
-    LOAD: gl.constexpr = load_layout(P)
-    TILE: gl.constexpr = tile_layout(P)
-    MMA: gl.constexpr = mma_layout()
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
+    """Gradients of one segment's queries, for all query heads of a key-value head."""
+    HALF: gl.constexpr = P // 2
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    DU: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, COLUMNS], gl.float32)
     dtype: gl.constexpr = k_desc.dtype
-    half = gl.program_id(0)
+    bk = gl.program_id(0)
     segment = gl.program_id(1)
-    bk = gl.program_id(2)
     b = bk // K
     kv = bk % K
     begin = segment * chunks
     end = gl.minimum(begin + chunks, gl.cdiv(T, CHUNK))
     k_row = b * k_rows_b + kv * k_rows_h
-    k_column = kv * k_columns_h + half * COLUMNS
+    k_column = kv * k_columns_h
     v_row = b * v_rows_b + kv * v_rows_h
     v_column = kv * v_columns_h
     b = b.to(gl.int64)
@@ -203,171 +528,85 @@ def linear_attention_hopper_bwd_query_kernel(
     query_ptr += b * stride_qb + kv * GROUP * stride_qh
     rows_ptr += b * stride_ob + kv * GROUP * stride_oh
     grad_ptr += b * stride_gb + kv * GROUP * stride_gh
-    d_query_ptr += (b * T * K + kv) * GROUP * P + half * COLUMNS
+    d_query_ptr += (b * T * K + kv) * GROUP * P
     packed = bk.to(gl.int64) * GROUP * T
     normaliser_ptr += packed
     packed_pull_ptr += packed
-    packed_u_ptr += packed * P + half * COLUMNS
-    packed_g_ptr += packed * P + half * COLUMNS
+    packed_u_ptr += packed * P
+    packed_g_ptr += packed * P
+    at = bk.to(gl.int64) * gl.num_programs(1) + segment
     if HAS_LIST:
         positions_ptr += b * stride_pb + kv * stride_pg
         ranks_ptr += b * stride_rb + kv * stride_rg
 
+    k_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, CHUNK, HALF], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, P], v_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, CHUNK, COLUMNS], k_desc.layout)
-    f_tile = gl.allocate_shared_memory(dtype, [CHUNK, COLUMNS], k_desc.layout)
-    g_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], v_desc.layout)
-    s_tile = gl.allocate_shared_memory(dtype, [P, COLUMNS], k_desc.layout)
-    # rows are read before the gradients of their features are there
-    du_tile = gl.allocate_shared_memory(gl.float32, [CHUNK, COLUMNS], DU)
-    out_tile = seen_as(du_tile, dtype, [CHUNK, P], v_desc.layout)
-    shift_tile = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
-    pull_tile = gl.allocate_shared_memory(gl.float32, [CHUNK], LINE)
-    norm_tile = gl.allocate_shared_memory(gl.float32, [COLUMNS], LINE)
-    parts_tile = gl.allocate_shared_memory(gl.float32, [4, COLUMNS], LINES)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    s_tiles = gl.allocate_shared_memory(dtype, [2, P, HALF], k_desc.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2 * PLACES, CHUNK, HALF], k_desc.layout)
+    g_tiles = gl.allocate_shared_memory(dtype, [PLACES, CHUNK, P], v_desc.layout)
+    out_tile = gl.allocate_shared_memory(dtype, [CHUNK, P], v_desc.layout)
+    norm_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, HALF], LINE)
+    at_tiles = gl.allocate_shared_memory(gl.int32, [PLACES, CHUNK], LINE)
+    shift_tiles = gl.allocate_shared_memory(gl.float32, [PLACES, CHUNK], LINE)
+    pull_tiles = gl.allocate_shared_memory(gl.float32, [PLACES, CHUNK], LINE)
+    scale_tiles = gl.allocate_shared_memory(gl.float32, [PLACES, CHUNK], LINE)
+    loaded = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    chunk_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    chunk_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    row_ready = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    row_free = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    # both groups that multiply give a place back
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(loaded.index(i), count=1)
+        mbarrier.init(chunk_ready.index(i), count=1)
+        mbarrier.init(chunk_free.index(i), count=2)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(row_ready.index(i), count=1)
+        mbarrier.init(row_free.index(i), count=2)
     fence_async_shared()
-    all_warps()
-    for i in gl.static_range(STAGES - 1):
-        copy_chunk(
-            begin + i, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column, v_row,
-            v_column, STAGES,
-        )  # fmt: skip
 
-    # the first rows, then the state before the segment
-    first = rank_at(ranks_ptr, begin, T, HAS_LIST)
-    stop = rank_at(ranks_ptr, begin + 1, T, HAS_LIST)
-    following = rank_at(ranks_ptr, gl.minimum(begin + 2, end), T, HAS_LIST)
-    line = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LOAD))
-    p = gl.arange(0, P, layout=gl.SliceLayout(0, LOAD))
-    c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, TILE))
-    is_row = first + line < stop
-    t = load_positions(positions_ptr, first + line, stop, HAS_LIST)
-    copy_rows(g_tile, grad_ptr, t, stride_gt, is_row, p)
-    if NORMALISE:
-        copy_rows(out_tile, rows_ptr, t, stride_ot, is_row, p)
-        den = gl.load(normaliser_ptr + t, mask=is_row, other=1.0)
-    at = bk.to(gl.int64) * gl.num_programs(1) + segment
-    state_row = gl.arange(0, P, layout=ROW)
-    state_column = half * COLUMNS + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, MMA))
-    state_at = gl.expand_dims(state_row, 1) + gl.expand_dims(state_column * P, 0)
-    state = gl.load(states_ptr + at * P * P + state_at)
-    norm_tile.store(gl.load(norms_ptr + at * P + half * COLUMNS + c))
-    s_tile.store(state.to(dtype))
-
-    empty = gl.zeros([CHUNK, COLUMNS], gl.float32, MMA)
-    row = gl.arange(0, CHUNK, layout=ROW)
-    s = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, MMA))
-    for n in range(begin, end):
-        copy_chunk(
-            n + STAGES - 1, begin, end, k_desc, v_desc, k_tiles, v_tiles, ready, k_row, k_column,
-            v_row, v_column, STAGES,
-        )  # fmt: skip
-        later = rank_at(ranks_ptr, gl.minimum(n + 3, end), T, HAS_LIST)
-        stage = (n - begin) % STAGES
-        v_tile = v_tiles.index(stage)
-        lap = ((n - begin) // STAGES) & 1
-        mbarrier.wait(ready.index(stage), lap)
-        total = put_features(f_tile, k_tiles.index(stage), n * CHUNK, T, P, TILE, NORMALISE)
-        if NORMALISE:
-            parts_tile.store(sum_in_warp(total, P))
-        drop_beyond(v_tile, n * CHUNK, T, LOAD)
-
-        if first < stop:
-            for member in range(GROUP):
-                first = afresh(first)
-                next_first, next_stop, next_member = next_rows(
-                    first, stop, following, member, GROUP
-                )
-                async_copy.wait_group(0)
-                if NORMALISE:
-                    g = g_tile.load(LOAD).to(gl.float32)
-                    # a normaliser at its floor does not depend on anything
-                    pull = -gl.sum(g * out_tile.load(LOAD).to(gl.float32), axis=1)
-                    pull_tile.store(gl.where(den > MIN_NORMALISER, pull, 0.0))
-                fence_async_shared()
-                all_warps()
-
-                d_scores = warpgroup_mma(
-                    g_tile, v_tile.permute((1, 0)), empty, use_acc=False, is_async=True
-                )
-                if GROUP == 1:
-                    state = warpgroup_mma(v_tile.permute((1, 0)), f_tile, state, is_async=True)
-                at_row = load_positions(positions_ptr, first + row, stop, HAS_LIST)
-                # offsets in 64 bits
-                head = kv * 0 + member
-                q_ptr = query_ptr + head * stride_qh
-                if NORMALISE:
-                    for i in gl.static_range(CHUNK // PART):
-                        if first + i * PART < stop:
-                            put_shifts(
-                                shift_tile.slice(i * PART, PART), q_ptr, positions_ptr,
-                                first + i * PART, stop, stride_qt, P, LOAD, HAS_LIST,
-                            )  # fmt: skip
-                d_scores = warpgroup_mma_wait(1 if GROUP == 1 else 0, deps=(d_scores,))
-                if NORMALISE:
-                    d_scores += gl.expand_dims(pull_tile.load(ROW), 1)
-                sees = gl.expand_dims(n * CHUNK + s, 0) <= gl.expand_dims(at_row, 1)
-                operand = gl.where(sees, d_scores, 0.0).to(dtype)
-                operand = gl.convert_layout(operand, OPERAND)
-                # not before: there are no registers for the scores and this
-                du = warpgroup_mma(g_tile, s_tile, empty, use_acc=False, is_async=True)
-                du = warpgroup_mma(operand, f_tile, du, is_async=True)
-                if GROUP == 1:
-                    du, operand, state = warpgroup_mma_wait(0, deps=(du, operand, state))
-                else:
-                    du, operand = warpgroup_mma_wait(0, deps=(du, operand))
-
-                du_tile.store(du)
-                here = head * T
-                # long over: keeps the assembler from working out addresses before the products
-                mbarrier.wait(ready.index(stage), lap)
-                first = afresh(first)
-                for i in gl.static_range(CHUNK // PART):
-                    if first + i * PART < stop:
-                        finish_rows(
-                            du_tile.slice(i * PART, PART), shift_tile.slice(i * PART, PART),
-                            pull_tile.slice(i * PART, PART), norm_tile, q_ptr + half * COLUMNS,
-                            grad_ptr + head * stride_gh + half * COLUMNS, normaliser_ptr + here,
-                            d_query_ptr + head * P, packed_u_ptr + here * P,
-                            packed_g_ptr + here * P, packed_pull_ptr + here, positions_ptr,
-                            first + i * PART, stop, stride_qt, stride_gt, K * GROUP * P, P, TILE,
-                            HAS_LIST, NORMALISE,
-                        )  # fmt: skip
-
-                # before anything writes where others may still read
-                all_warps()
-                next_t = load_positions(positions_ptr, next_first + line, next_stop, HAS_LIST)
-                is_next = next_first + line < next_stop
-                next_head = kv * 0 + next_member
-                copy_rows(g_tile, grad_ptr + next_head * stride_gh, next_t, stride_gt, is_next, p)
-                if NORMALISE:
-                    copy_rows(
-                        out_tile, rows_ptr + next_head * stride_oh, next_t, stride_ot, is_next, p
-                    )
-                    den = gl.load(normaliser_ptr + next_head * T + next_t, is_next, other=1.0)
-        else:
-            next_t = load_positions(positions_ptr, stop + line, following, HAS_LIST)
-            is_next = stop + line < following
-            copy_rows(g_tile, grad_ptr, next_t, stride_gt, is_next, p)
-            if NORMALISE:
-                copy_rows(out_tile, rows_ptr, next_t, stride_ot, is_next, p)
-                den = gl.load(normaliser_ptr + next_t, is_next, other=1.0)
-            if GROUP == 1:
-                state = add_chunk(state, v_tile, f_tile)
-                all_warps()
-        # in one place: from two, the compiler makes one that reads beside the tiles
-        if GROUP > 1:
-            state = add_chunk(state, v_tile, f_tile)
-            all_warps()
-        if NORMALISE:
-            add_warps(norm_tile, parts_tile)
-        s_tile.store(state.to(dtype))
-        first = stop
-        stop = following
-        following = later
+    gl.warp_specialize(
+        [
+            (
+                multiply_chunks,
+                (
+                    0, k_tiles, v_tiles, s_tiles.index(0), q_tiles, g_tiles, norm_tiles, at_tiles,
+                    shift_tiles, pull_tiles, scale_tiles, loaded, chunk_ready, chunk_free,
+                    row_ready, row_free, states_ptr + at * P * P, d_query_ptr, ranks_ptr, T, begin,
+                    end, K * GROUP * P, GROUP, HALF, HAS_LIST, NORMALISE, STAGES,
+                ),
+            ),
+            (
+                multiply_chunks,
+                (
+                    1, k_tiles, v_tiles, s_tiles.index(1), q_tiles, g_tiles, norm_tiles, at_tiles,
+                    shift_tiles, pull_tiles, scale_tiles, loaded, chunk_ready, chunk_free,
+                    row_ready, row_free, states_ptr + at * P * P, d_query_ptr, ranks_ptr, T, begin,
+                    end, K * GROUP * P, GROUP, HALF, HAS_LIST, NORMALISE, STAGES,
+                ),
+            ),
+            (
+                prepare_chunks,
+                (
+                    k_tiles, v_tiles, q_tiles, g_tiles, out_tile, norm_tiles, at_tiles,
+                    shift_tiles, pull_tiles, scale_tiles, loaded, chunk_ready, row_ready, row_free,
+                    query_ptr, grad_ptr, rows_ptr, normaliser_ptr, norms_ptr + at * P,
+                    packed_u_ptr, packed_g_ptr, packed_pull_ptr, positions_ptr, ranks_ptr, T,
+                    begin, end, stride_qt, stride_qh, stride_gt, stride_gh, stride_ot, stride_oh,
+                    GROUP, HALF, MIN_NORMALISER, HAS_LIST, NORMALISE, STAGES,
+                ),
+            ),
+            (
+                load_chunks,
+                (
+                    k_desc, v_desc, k_tiles, v_tiles, loaded, chunk_free, k_row, k_column, v_row,
+                    v_column, begin, end, HALF, STAGES,
+                ),
+            ),
+        ],
+        [4, 4, 1],
+        [PRODUCT_REGISTERS, PREPARE_REGISTERS, LOAD_REGISTERS],
+    )  # fmt: skip
 
 
 def walk_query_gradients(
@@ -387,10 +626,10 @@ def walk_query_gradients(
     """Gradients of the listed queries, and what the kernels after this read of them."""
     B, T, K, P = key.shape
     segments, chunks = cut_segments(T, B * K, P)
-    rows, grad = aligned(rows), aligned(grad.to(query.dtype))
-    k_desc, k_offsets = describe(key, COLUMNS.value)
+    query, rows, grad = aligned(query), aligned(rows), aligned(grad.to(query.dtype))
+    k_desc, k_offsets = describe(key, P // 2)
     v_desc, v_offsets = describe(value, P)
-    linear_attention_hopper_bwd_query_kernel[(P // COLUMNS.value, segments, B * K)](
+    linear_attention_hopper_bwd_query_kernel[(B * K, segments)](
         query,
         k_desc,
         v_desc,
@@ -408,7 +647,7 @@ def walk_query_gradients(
         chunks,
         *k_offsets,
         *v_offsets,
-        *query.stride()[:3],
+        *strides_of(query),
         *strides_of(rows),
         *strides_of(grad),
         *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
@@ -417,6 +656,8 @@ def walk_query_gradients(
         MIN_NORMALISER=MIN_NORMALISER,
         HAS_LIST=lists["HAS_LIST"],
         NORMALISE=normalise,
-        STAGES=WALK_STAGES,
+        STAGES=STAGES,
         num_warps=4,
+        # four groups of warps share the registers, which they then divide among them
+        maxnreg=128,
     )
