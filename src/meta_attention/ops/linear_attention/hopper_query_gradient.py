@@ -48,12 +48,11 @@ from meta_attention.ops.routed_attention.hopper import copy_tile
 # chunks of keys and values, and tiles of rows, that are in shared memory at a time
 STAGES, PLACES = 3, gl.constexpr(2)
 
-# of the threads of each group; with the other half of the products, they are 4 * 128
-PRODUCT_REGISTERS, PREPARE_REGISTERS, LOAD_REGISTERS = (
-    gl.constexpr(176),
-    gl.constexpr(136),
-    gl.constexpr(24),
-)
+# of each thread of a group; with those of the second half, 4 times what threads start with
+START_REGISTERS = 128
+HALF_REGISTERS = gl.constexpr(184)
+PREPARE_REGISTERS = gl.constexpr(120)
+LOAD_REGISTERS = gl.constexpr(24)
 
 
 @gluon.constexpr_function
@@ -605,7 +604,7 @@ def linear_attention_hopper_bwd_query_kernel(
             ),
         ],
         [4, 4, 1],
-        [PRODUCT_REGISTERS, PREPARE_REGISTERS, LOAD_REGISTERS],
+        [HALF_REGISTERS, PREPARE_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
 
 
@@ -659,5 +658,5 @@ def walk_query_gradients(
         STAGES=STAGES,
         num_warps=4,
         # four groups of warps share the registers, which they then divide among them
-        maxnreg=128,
+        maxnreg=START_REGISTERS,
     )
