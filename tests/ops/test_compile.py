@@ -28,6 +28,7 @@ KERNELS = {
     "linear_attention_bwd_sum_kernel",
     "linear_attention_bwd_key_kernel",
     "linear_attention_hopper_key_kernel",
+    "split_weights_kernel",
     "controller_logits_kernel",
     "rotate_kernel",
     "route_merge_fwd_kernel",
