@@ -392,6 +392,10 @@ def multiply_chunks(
         v_tile = v_tiles.index(stage)
         mbarrier.wait(loaded.index(stage), lap)
         mbarrier.wait(chunk_ready.index(stage), lap)
+        # ahead of the rows, which read the copy in shared memory: after a branch, the assembler
+        # takes addresses from where there are rows even if there are none
+        state = warpgroup_mma(v_tile.permute((1, 0)), f_tile, state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=(state,))
         if first < stop:
             for member in range(GROUP):
                 place = tile % PLACES
@@ -437,9 +441,6 @@ def multiply_chunks(
                 out_at = (zero + member) * P + gl.expand_dims(t.to(gl.int64) * stride, 1) + out_c
                 gl.store(d_query_ptr + out_at, out, mask=gl.expand_dims(t >= 0, 1))
                 tile += 1
-        # in one place: from two, the compiler makes one that reads beside the tiles
-        state = warpgroup_mma(v_tile.permute((1, 0)), f_tile, state, is_async=True)
-        state = warpgroup_mma_wait(0, deps=(state,))
         # before anything writes where others may still read
         all_warps()
         mbarrier.arrive(chunk_free.index(stage), count=1)

@@ -237,6 +237,10 @@ def attend_columns(
         v_tile = v_tiles.index(stage * HALVES + HALF)
         mbarrier.wait(ready.index(stage), lap)
         mbarrier.wait(f_ready.index(stage), lap)
+        # ahead of the rows, which read the copy in shared memory: after a branch, the assembler
+        # takes addresses from where there are rows even if there are none
+        state = warpgroup_mma(f_tile.permute((1, 0)), v_tile, state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=(state,))
         if first < stop:
             for member in range(GROUP):
                 slot = tile % ROW_STAGES
@@ -271,9 +275,6 @@ def attend_columns(
                 mask = gl.expand_dims(out_t >= 0, 1)
                 gl.store(rows_ptr + head * stride_oh + at, out, mask=mask)
                 tile += 1
-        # in one place: from two, the compiler makes one that reads beside the tiles
-        state = warpgroup_mma(f_tile.permute((1, 0)), v_tile, state, is_async=True)
-        state = warpgroup_mma_wait(0, deps=(state,))
         mbarrier.arrive(free.index(stage), count=1)
         s_tile.store(state.to(dtype))
         fence_async_shared()
