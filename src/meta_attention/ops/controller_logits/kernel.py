@@ -15,7 +15,7 @@ from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 
 # tokens of a program, and channels of the hidden state at a time
-TOKENS, CHANNELS, WARPS, STAGES = 128, 32, 4, 3
+TOKENS, CHANNELS, WARPS, STAGES = 256, 64, 8, 3
 
 # a float32 as a sum of bfloat16
 PARTS = 3

@@ -45,7 +45,7 @@ PART = gl.constexpr(32)
 # of the state, in a group of warps
 COLUMNS = gl.constexpr(64)
 
-SUM_STAGES, WALK_STAGES = 6, 2
+SUM_STAGES = 6
 
 # what the groups of warps share, on average, and then divide among them: for one program on a
 # multiprocessor, or two if heads are narrow
@@ -125,31 +125,6 @@ def round_pairs(x):
 
 
 @gluon.jit
-def copy_chunk(
-    n,
-    begin,
-    end,
-    a_desc,
-    b_desc,
-    a_tiles,
-    b_tiles,
-    ready,
-    a_row,
-    a_column,
-    b_row,
-    b_column,
-    STAGES: gl.constexpr,
-):
-    """Have chunk ``n`` of keys and values copied, if there is one."""
-    stage = (n - begin) % STAGES
-    barrier = ready.index(stage)
-    is_chunk = n < end
-    mbarrier.expect(barrier, a_desc.block_type.nbytes + b_desc.block_type.nbytes, pred=is_chunk)
-    copy_tile(a_desc, [a_row + n * CHUNK, a_column], barrier, a_tiles.index(stage), pred=is_chunk)
-    copy_tile(b_desc, [b_row + n * CHUNK, b_column], barrier, b_tiles.index(stage), pred=is_chunk)
-
-
-@gluon.jit
 def put_features(
     f_tile, k_tile, start, T, WIDTH: gl.constexpr, LAYOUT: gl.constexpr, NORMALISE: gl.constexpr
 ):
@@ -188,14 +163,6 @@ def sum_in_warp(total, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def add_warps(total_tile, parts_tile):
-    """Add what ``sum_in_warp`` has left in shared memory to a total that is there, too."""
-    PARTS: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [1, 4], [1, 0])
-    total = total_tile.load(gl.SliceLayout(0, PARTS))
-    total_tile.store(total + gl.sum(parts_tile.load(PARTS), axis=0))
-
-
-@gluon.jit
 def rank_at(ranks_ptr, n, T, HAS_LIST: gl.constexpr):
     """How many rows come before chunk ``n``."""
     if HAS_LIST:
@@ -223,15 +190,6 @@ def copy_rows(tile, ptr, t, stride, is_row, c):
 
 
 @gluon.jit
-def store_rows(ptr, x, t, stride, is_row, c, TILE: gl.constexpr):
-    """[t, c], for rows as ``load_layout`` or ``tile_layout`` has them."""
-    t = gl.convert_layout(t.to(gl.int64) * stride, gl.SliceLayout(1, TILE), assert_trivial=True)
-    is_row = gl.convert_layout(is_row, gl.SliceLayout(1, TILE), assert_trivial=True)
-    at = gl.expand_dims(t, 1) + gl.expand_dims(c, 0)
-    gl.store(ptr + at, x, mask=gl.expand_dims(is_row, 1))
-
-
-@gluon.jit
 def put_keys(tile, P: gl.constexpr, LAYOUT: gl.constexpr, NORMALISE: gl.constexpr):
     """Features in place of keys, and their sums as far as each thread has them."""
     f = widen(tile.load(LAYOUT))
@@ -248,28 +206,6 @@ def afresh(x):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def next_rows(first, stop, following, member, GROUP: gl.constexpr):
-    """Rows and query head of the group that come after those of ``member``."""
-    next_first = stop
-    next_stop = following
-    next_member = 0
-    if member + 1 < GROUP:
-        next_first = first
-        next_stop = stop
-        next_member = member + 1
-    return next_first, next_stop, next_member
-
-
-@gluon.jit
-def add_chunk(state, left, right):
-    """The state after a chunk whose rows, if any, have been worked out."""
-    fence_async_shared()
-    all_warps()
-    state = warpgroup_mma(left.permute((1, 0)), right, state, is_async=True)
-    return warpgroup_mma_wait(0, deps=(state,))
 
 
 @gluon.jit
