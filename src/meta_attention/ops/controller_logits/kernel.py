@@ -4,6 +4,8 @@ PyTorch would write them out in float32, with their two extra columns, and read 
 gradient is PyTorch's, from the reference run again: backward is never what routing waits for.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -12,10 +14,27 @@ from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.controller_logits.reference import controller_logits_reference
 from meta_attention.ops.heads import last_contiguous
-from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
+from meta_attention.ops.launch import (
+    apply,
+    ceil_div,
+    compute_capability,
+    launch,
+    next_power_of_2,
+)
 
-# tokens of a program, and channels of the hidden state at a time
-TOKENS, CHANNELS, WARPS, STAGES = 256, 64, 8, 3
+
+class Tiles(NamedTuple):
+    """How the work is cut."""
+
+    tokens: int  # of a program
+    channels: int  # of the hidden state at a time
+    warps: int
+    stages: int
+
+
+# by what fits in shared memory: a Hopper GPU has room for large tiles of bfloat16
+TILES = Tiles(128, 32, 4, 3)
+LARGE_TILES = Tiles(256, 64, 8, 3)
 
 # a float32 as a sum of bfloat16
 PARTS = 3
@@ -110,6 +129,8 @@ class ControllerLogits(torch.autograd.Function):
         B, T, D = x.shape
         E, W = weight2.shape
         logits = torch.empty(B, T, E, dtype=torch.float32, device=x.device)
+        is_large = x.dtype == torch.bfloat16 and x.is_cuda and compute_capability(x.device) == 9
+        tiles = LARGE_TILES if is_large else TILES
         parts = None
         if x.dtype == torch.bfloat16:
             parts = torch.empty(PARTS, W, D, dtype=x.dtype, device=x.device)
@@ -118,17 +139,17 @@ class ControllerLogits(torch.autograd.Function):
             launch(split_weights_kernel, grid, (weight1, parts), (D, W), constants, num_warps=4)
         launch(
             controller_logits_kernel,
-            (ceil_div(B * T, TOKENS), 1, 1),
+            (ceil_div(B * T, tiles.tokens), 1, 1),
             (x, position_ids, weight1, parts, bias1, weight2, bias2, logits),
             (B * T, T, *x.stride()[:2], *position_ids.stride(), D, W, max_positions, E),
             {
                 "PARTS": 0 if parts is None else PARTS,
-                "TOKENS": TOKENS,
-                "CHANNELS": CHANNELS,
+                "TOKENS": tiles.tokens,
+                "CHANNELS": tiles.channels,
                 "BLOCK_W": max(next_power_of_2(W), 16),
             },
-            num_warps=WARPS,
-            num_stages=STAGES,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
         )
         ctx.save_for_backward(x, position_ids, *network)
         ctx.max_positions = max_positions
