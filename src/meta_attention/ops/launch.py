@@ -29,13 +29,13 @@ def launch(
     Args:
         kernel: With its parameters in the order of these arguments.
         grid: How many programs along each axis.
-        tensors: Tensors, None, and descriptors whose tiles follow from the constants. The first is
-            a tensor, and the launch is on its device, which need not be the current one.
+        tensors: Tensors, None, and descriptors whose tiles follow from the constants. The launch is
+            on their device, which need not be the current one.
         numbers: Sizes and strides.
         constants: What the code is compiled for, in the order of the kernel's parameters.
         options: ``num_warps`` and the like.
     """
-    device = tensors[0].get_device()
+    device = next(x for x in tensors if isinstance(x, Tensor)).get_device()
     kinds = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x is None for x in tensors]
     like = (kernel.fn, device, *kinds, *numbers, *constants.values(), *options.values())
     compiled = _compiled.get(like)

@@ -16,8 +16,9 @@ In here, a tile of rows is laid out in one of three ways: LOAD for whole rows as
 TILE for 64 columns of the same rows in the same threads, and MMA for the tensor cores.
 """
 
+from functools import lru_cache
+
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,10 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix
-from meta_attention.ops.launch import compute_capability
+from meta_attention.ops.launch import ceil_div, compute_capability, launch
 from meta_attention.ops.route_plan import RANK_BLOCK
 from meta_attention.ops.routed_attention.forward import LOG2_E
 from meta_attention.ops.routed_attention.hopper import copy_tile
+from meta_attention.ops.routed_attention.hopper import tile_layout as shared_layout
 
 # tokens at a time: the rank table says which entries of a list are among them
 CHUNK = gl.constexpr(RANK_BLOCK)
@@ -394,21 +396,22 @@ def can_run(
     )
 
 
+@lru_cache(maxsize=1024)
 def cut_segments(T: int, heads: int, P: int) -> tuple[int, int]:
     """How many segments there are, and of how many chunks, for ``heads`` states.
 
     So that the programs, each of which walks along one segment, end at about the same time.
     """
-    chunks = triton.cdiv(T, CHUNK.value)
+    chunks = ceil_div(T, CHUNK.value)
     programs = heads * (P // COLUMNS.value)
-    most = max(1, min(triton.cdiv(chunks, 4), MAX_PROGRAMS // programs))
+    most = max(1, min(ceil_div(chunks, 4), MAX_PROGRAMS // programs))
 
     def cost(segments: int) -> int:
-        rounds = triton.cdiv(segments * programs, PROGRAMS)
-        return rounds * (triton.cdiv(chunks, segments) + START_COST)
+        rounds = ceil_div(segments * programs, PROGRAMS)
+        return rounds * (ceil_div(chunks, segments) + START_COST)
 
-    length = triton.cdiv(chunks, min(range(1, most + 1), key=cost))
-    return triton.cdiv(chunks, length), length
+    length = ceil_div(chunks, min(range(1, most + 1), key=cost))
+    return ceil_div(chunks, length), length
 
 
 def describe(x: Tensor, width: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
@@ -416,9 +419,8 @@ def describe(x: Tensor, width: int) -> tuple[TensorDescriptor, tuple[int, int, i
     layout = as_matrix(x)
     assert layout is not None
     shape, offsets = layout
-    block = [CHUNK.value, width]
-    tile = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(x, list(shape), [shape[1], 1], block, tile), offsets
+    tile = shared_layout(CHUNK.value, width, x.dtype)
+    return TensorDescriptor(x, list(shape), [shape[1], 1], [CHUNK.value, width], tile), offsets
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -441,18 +443,12 @@ def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
     sums = torch.empty(B, K, segments, P * P + P, dtype=torch.float32, device=key.device)
     k_desc, k_offsets = describe(key, P)
     v_desc, v_offsets = describe(value, COLUMNS.value)
-    linear_attention_hopper_sum_kernel[(segments, B * K)](
-        k_desc,
-        v_desc,
-        sums,
-        T,
-        K,
-        chunks,
-        *k_offsets,
-        *v_offsets,
-        P=P,
-        NORMALISE=normalise,
-        STAGES=SUM_STAGES,
+    launch(
+        linear_attention_hopper_sum_kernel,
+        (segments, B * K, 1),
+        (k_desc, v_desc, sums),
+        (T, K, chunks, *k_offsets, *v_offsets),
+        {"P": P, "NORMALISE": normalise, "STAGES": SUM_STAGES},
         num_warps=4,
         maxnreg=MAX_REGISTERS[P],
     )

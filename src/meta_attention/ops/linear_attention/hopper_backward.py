@@ -31,8 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix
+from meta_attention.ops.launch import launch
 from meta_attention.ops.route_plan import RANK_BLOCK
-from meta_attention.ops.routed_attention.hopper import copy_tile
+from meta_attention.ops.routed_attention.hopper import copy_tile, tile_layout
 
 # tokens of a chunk: the rank table says which entries of a list are in it
 CHUNK = RANK_BLOCK
@@ -46,10 +47,8 @@ MIN_SEGMENT = 256
 # two programs have room on a multiprocessor; twice as many as the largest GPU runs at a time
 PROGRAMS = 512
 
-# arguments that say where a list lies
+# numbers that say where in its tensors a list lies
 LISTS = (
-    "positions_ptr",
-    "ranks_ptr",
     "stride_pb",
     "stride_pg",
     "stride_rb",
@@ -510,35 +509,34 @@ def launch_key_gradients(
     (key_shape, key_offsets), (value_shape, value_offsets) = key_layout, value_layout
 
     def describe(x: Tensor, shape: tuple[int, int], columns: int) -> TensorDescriptor:
-        block = [CHUNK, columns]
-        tile = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-        return TensorDescriptor(x, list(shape), [shape[1], 1], block, tile)
+        tile = tile_layout(CHUNK, columns, x.dtype)
+        return TensorDescriptor(x, list(shape), [shape[1], 1], [CHUNK, columns], tile)
 
     packed = (packed_u.numel() // P, P)
     N = d_states.shape[2]
-    linear_attention_hopper_key_kernel[(B * K * 2 * (P // COLUMNS), N)](
+    described = (
         describe(key, key_shape, P),
         describe(value, value_shape, P),
         describe(key, key_shape, COLUMNS),
         *(describe(x, packed, columns) for columns in (P, COLUMNS) for x in (packed_u, packed_g)),
-        packed_pull,
-        d_states,
-        d_norms,
-        d_key,
-        d_value,
-        *(lists[name] for name in LISTS),
-        T,
-        K,
-        N,
-        segment // CHUNK,
-        *key_offsets,
-        *value_offsets,
-        GROUP=packed_u.shape[1] // K,
-        WIDTH=P,
-        COLUMNS=COLUMNS,
-        CHUNK=CHUNK,
-        HAS_LIST=lists["HAS_LIST"],
-        NORMALISE=normalise,
+    )
+    of_lists = (lists["positions_ptr"], lists["ranks_ptr"])
+    launch(
+        linear_attention_hopper_key_kernel,
+        (B * K * 2 * (P // COLUMNS), N, 1),
+        (*described, packed_pull, d_states, d_norms, d_key, d_value, *of_lists),
+        (
+            *(lists[name] for name in LISTS),
+            *(T, K, N, segment // CHUNK, *key_offsets, *value_offsets),
+        ),
+        {
+            "GROUP": packed_u.shape[1] // K,
+            "WIDTH": P,
+            "COLUMNS": COLUMNS,
+            "CHUNK": CHUNK,
+            "HAS_LIST": lists["HAS_LIST"],
+            "NORMALISE": normalise,
+        },
         num_warps=4,
     )
     return d_key, d_value

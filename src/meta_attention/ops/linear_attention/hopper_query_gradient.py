@@ -15,6 +15,8 @@ A program walks along one segment in four groups of warps, each some chunks ahea
 See ``backward.py``, which is the definition of what this does.
 """
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from meta_attention.ops.launch import launch
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
     afresh,
@@ -621,7 +624,7 @@ def walk_query_gradients(
     d_query: Tensor,
     packed: tuple[Tensor, Tensor, Tensor],
     normalise: bool,
-    lists: dict[str, object],
+    lists: dict[str, Any],
 ) -> None:
     """Gradients of the listed queries, and what the kernels after this read of them."""
     B, T, K, P = key.shape
@@ -629,34 +632,27 @@ def walk_query_gradients(
     query, rows, grad = aligned(query), aligned(rows), aligned(grad.to(query.dtype))
     k_desc, k_offsets = describe(key, P // 2)
     v_desc, v_offsets = describe(value, P)
-    linear_attention_hopper_bwd_query_kernel[(B * K, segments)](
-        query,
-        k_desc,
-        v_desc,
-        states,
-        norms,
-        rows,
-        normaliser,
-        grad,
-        d_query,
-        *packed,
-        lists["positions_ptr"],
-        lists["ranks_ptr"],
-        T,
-        K,
-        chunks,
-        *k_offsets,
-        *v_offsets,
-        *strides_of(query),
-        *strides_of(rows),
-        *strides_of(grad),
-        *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
-        GROUP=lists["GROUP"],
-        P=P,
-        MIN_NORMALISER=MIN_NORMALISER,
-        HAS_LIST=lists["HAS_LIST"],
-        NORMALISE=normalise,
-        STAGES=STAGES,
+    of_lists = (lists["positions_ptr"], lists["ranks_ptr"])
+    launch(
+        linear_attention_hopper_bwd_query_kernel,
+        (B * K, segments, 1),
+        (
+            *(query, k_desc, v_desc, states, norms, rows, normaliser, grad, d_query),
+            *(*packed, *of_lists),
+        ),
+        (
+            *(T, K, chunks, *k_offsets, *v_offsets),
+            *(*strides_of(query), *strides_of(rows), *strides_of(grad)),
+            *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
+        ),
+        {
+            "GROUP": lists["GROUP"],
+            "P": P,
+            "MIN_NORMALISER": MIN_NORMALISER,
+            "HAS_LIST": lists["HAS_LIST"],
+            "NORMALISE": normalise,
+            "STAGES": STAGES,
+        },
         num_warps=4,
         # four groups of warps share the registers, which they then divide among them
         maxnreg=START_REGISTERS,

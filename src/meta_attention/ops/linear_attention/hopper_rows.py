@@ -8,6 +8,8 @@ A program walks along one segment from the state before it, for all query heads 
 Each group hands its tiles on through barriers and is at most a few tiles ahead of those after it.
 """
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from meta_attention.ops.launch import launch
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
     COLUMNS,
@@ -424,7 +427,7 @@ def walk_rows(
     rows: Tensor,
     normaliser: Tensor,
     normalise: bool,
-    lists: dict[str, object],
+    lists: dict[str, Any],
 ) -> None:
     """Rows and their normalisers, from the states before every segment."""
     B, T, K, P = key.shape
@@ -432,28 +435,21 @@ def walk_rows(
     segments, chunks = cut_segments(T, B * K, P)
     k_desc, k_offsets = describe(key, P)
     v_desc, v_offsets = describe(value, COLUMNS.value)
-    linear_attention_hopper_fwd_kernel[(segments, B * K)](
-        query,
-        k_desc,
-        v_desc,
-        states,
-        norms,
-        rows,
-        normaliser,
-        lists["positions_ptr"],
-        lists["ranks_ptr"],
-        T,
-        K,
-        chunks,
-        *k_offsets,
-        *v_offsets,
-        *strides_of(query),
-        *rows.stride()[:3],
-        *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
-        GROUP=lists["GROUP"],
-        P=P,
-        HAS_LIST=lists["HAS_LIST"],
-        NORMALISE=normalise,
+    of_lists = (lists["positions_ptr"], lists["ranks_ptr"])
+    launch(
+        linear_attention_hopper_fwd_kernel,
+        (segments, B * K, 1),
+        (query, k_desc, v_desc, states, norms, rows, normaliser, *of_lists),
+        (
+            *(T, K, chunks, *k_offsets, *v_offsets, *strides_of(query), *rows.stride()[:3]),
+            *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
+        ),
+        {
+            "GROUP": lists["GROUP"],
+            "P": P,
+            "HAS_LIST": lists["HAS_LIST"],
+            "NORMALISE": normalise,
+        },
         num_warps=4,
         maxnreg=MAX_REGISTERS[P],
     )

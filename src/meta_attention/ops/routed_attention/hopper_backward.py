@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from meta_attention.ops.launch import ceil_div, launch
 from meta_attention.ops.route_plan.reference import RANK_BLOCK
 from meta_attention.ops.routed_attention.forward import LOG2_E
 from meta_attention.ops.routed_attention.hopper import copy_tile, tile_layout
@@ -411,32 +412,28 @@ def launch_key_gradients(
     B, S, K, P = key.shape
     tile = tile_layout(64, P, key.dtype)
     line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    routed_attention_hopper_key_kernel[(B * K, -(-S // KEYS))](
+    described = (
         *(TensorDescriptor(x, list(shape), [shape[1], 1], [64, P], tile) for x in (key, value)),
         *(TensorDescriptor.from_tensor(x, [QUERIES, P], tile) for x in packed_heads),
         *(
             TensorDescriptor.from_tensor(x.view(-1, QUERIES), [1, QUERIES], line)
             for x in packed_sums
         ),
-        dk,
-        dv,
-        lists,
-        positions,
-        counts,
-        ranks,
-        *sizes,
-        packed_rows,
-        packed_tile,
-        ranks.shape[-1],
-        *offsets,
-        P**-0.5,
-        NUM_LISTS=len(lists),
-        QUERIES=QUERIES,
-        KEYS=KEYS,
-        WIDTH=P,
-        STAGES=256 // P,
-        RANK_BLOCK=RANK_BLOCK,
-        EXCLUSIVE=is_exclusive,
+    )
+    launch(
+        routed_attention_hopper_key_kernel,
+        (B * K, ceil_div(S, KEYS), 1),
+        (*described, dk, dv, lists, positions, counts, ranks),
+        (*sizes, packed_rows, packed_tile, ranks.shape[-1], *offsets, P**-0.5),
+        {
+            "NUM_LISTS": len(lists),
+            "QUERIES": QUERIES,
+            "KEYS": KEYS,
+            "WIDTH": P,
+            "STAGES": 256 // P,
+            "RANK_BLOCK": RANK_BLOCK,
+            "EXCLUSIVE": is_exclusive,
+        },
         num_warps=4,
         maxnreg=168,
     )

@@ -6,7 +6,6 @@ tile of scores, its tensor cores multiply the gradients of the scores before wit
 find those of the weights.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,8 +17,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from meta_attention.ops.launch import launch
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import find_queries, load_keys, skip_tiles
+from meta_attention.ops.routed_attention.hopper import (
+    find_queries,
+    load_keys,
+    skip_tiles,
+    tile_layout,
+)
 
 QUERIES = 128
 KEYS = 64
@@ -392,40 +397,29 @@ def launch_query_gradient(
 ) -> None:
     """Of the first ``num_lists`` lists, which share rows, their gradients [B, T, H, P] and lse."""
     B, _, H, P = query.shape
-    dtype = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for([KEYS, P], dtype)
+    layout = tile_layout(KEYS, P, query.dtype)
     described = (
         TensorDescriptor(x, list(shape), [shape[1], 1], [KEYS, P], layout) for x in (key, value)
     )
-    routed_attention_hopper_query_kernel[(num_tiles * B * H,)](
-        query,
-        *described,
-        rows,
-        d_rows,
-        lse,
-        dq,
-        *packed,
-        lists,
-        positions,
-        counts,
-        num_tiles,
-        B * H,
-        *sizes,
-        packed_rows,
-        packed_base,
-        *query.stride()[:3],
-        *rows.stride()[:3],
-        *d_rows.stride()[:3],
-        *offsets,
-        P**-0.5,
-        NUM_LISTS=num_lists,
-        SPREAD=spread,
-        QUERIES=QUERIES,
-        KEYS=KEYS,
-        WIDTH=P,
-        # a group holds two tiles of keys and waits for a third
-        STAGES=512 // P,
-        ADD=is_added,
+    launch(
+        routed_attention_hopper_query_kernel,
+        (num_tiles * B * H, 1, 1),
+        (query, *described, rows, d_rows, lse, dq, *packed, lists, positions, counts),
+        (
+            *(num_tiles, B * H, *sizes, packed_rows, packed_base),
+            *(*query.stride()[:3], *rows.stride()[:3], *d_rows.stride()[:3]),
+            *(*offsets, P**-0.5),
+        ),
+        {
+            "NUM_LISTS": num_lists,
+            "SPREAD": spread,
+            "QUERIES": QUERIES,
+            "KEYS": KEYS,
+            "WIDTH": P,
+            # a group holds two tiles of keys and waits for a third
+            "STAGES": 512 // P,
+            "ADD": is_added,
+        },
         num_warps=4,
         maxnreg=168,
     )
