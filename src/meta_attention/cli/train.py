@@ -1,7 +1,6 @@
 """``meta-attention train``: a routed language model from text."""
 
 import json
-import math
 import os
 from collections.abc import Callable
 from enum import StrEnum
@@ -51,7 +50,8 @@ target cost:
   --target-cost 0.2 asks for hard routes that cost 20% of what full attention costs in the routed
   layers: FLOPs of scores and values at the training length, without projections and controller
   (or whatever --expert-costs says). From when --kl-weight begins to rise, it is multiplied by what
-  brings the cost there, between 1/100 and 100; for a prior_free controller, --cost-weight is.
+  brings the cost there, between 1/100 and 100; for a prior_free controller, --cost-weight is. A
+  model that needs less than that costs less: nothing makes routes dearer than they are of use.
   metrics.jsonl has routed_cost, target_cost and multiplier. The best model is then the best of
   those at most 10% above the target.
 """
@@ -305,12 +305,16 @@ def _print_result(folder: Path, settings: "Settings", record: dict[str, Any]) ->
         f"routing: projected cost {metrics['projected_cost']:.3f}, adaptivity "
         f"{metrics['adaptivity']:.4f} nats, entropy {metrics['routing_entropy']:.1f}%"
     )
+    from meta_attention.training.economy import TOLERANCE
+
     target = settings.target_cost
     if target is not None:
         cost = metrics["routed_cost"]
-        print(f"cost of the routed layers: {cost:.3f} of full attention's, target {target:g}")
-        if abs(math.log(cost / target)) > 0.1:
-            print("note: the target was missed; more steps after the KL begins give it more time")
+        print(f"routed layers cost {cost:.3f} of full attention, target {target:g}")
+        if cost > TOLERANCE * target:
+            print("note: that is above the target; more steps after the KL begins bring it nearer")
+        elif cost < target / TOLERANCE:
+            print("note: that is below the target: the text did not ask for more")
     for number, what in (
         (metrics["expert_collapses"], "send more than 95% of their tokens to one expert"),
         (metrics["prior_collapses"], "do not tell their tokens apart"),

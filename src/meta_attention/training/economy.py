@@ -23,6 +23,8 @@ WINDOW = 10
 GAIN = 20.0
 # the pressure stays within this factor of its schedule
 MAX_MULTIPLIER = 100.0
+# a model whose cost is within this factor of the target is on it
+TOLERANCE = 1.1
 
 
 @dataclass
@@ -37,7 +39,8 @@ class Economy:
     **Steering** is integral control in log space. Every window changes the logarithm of the
     multiplier of the pressure by ``GAIN * WINDOW / num_steps * log(cost / target)``, the
     logarithm at most 1 either way. The multiplier moves as long as the cost is off its target, and
-    by little at a time.
+    by little at a time. It can only press less where a model costs less than it may: the task
+    alone makes routes dearer, where that helps.
 
     Args:
         num_steps: Of the whole run.

@@ -34,7 +34,7 @@ from meta_attention.errors import ConfigError
 from meta_attention.evaluation.routing import RoutingTally
 from meta_attention.objective import routing_loss
 from meta_attention.training.checkpoints import TrainingError, clear_write_errors, step_of
-from meta_attention.training.economy import WINDOW, Economy
+from meta_attention.training.economy import TOLERANCE, WINDOW, Economy
 from meta_attention.training.logs import Flow, flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.sampler import BlockSampler
@@ -42,8 +42,6 @@ from meta_attention.training.schedule import Schedule
 
 Batch = dict[str, Tensor]
 
-# a model may cost this much more than the target and still be the best
-TOLERANCE = 1.1
 # where the trainer's state keeps what the economy knows
 ECONOMY_STATE = "economy"
 
