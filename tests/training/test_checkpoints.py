@@ -30,6 +30,8 @@ WORKER = Path(__file__).parent / "worker.py"
 # 20,000 bytes are 73 batches: the run crosses the end of an epoch, and draws samples besides
 OVERRIDES = {"steps": 90, "training_weights": "sample", "eval_every": 40, "save_every": 20}
 SMALL = {
+    # nothing is drawn: parts of a batch would draw other routes than the whole
+    "routing": "soft",
     "tokenizer": "bytes",
     "max_bytes": 20_000,
     "length": 32,
@@ -208,7 +210,7 @@ def test_a_steered_run_resumes_where_its_economy_was(tmp_path):
     assert without_timing(read_metrics(stopped)) == rows
     trained = [row for row in rows if row["kind"] == "train"]
     assert trained[-1]["settled_step"] == 20
-    assert trained[-1]["multiplier"] != trained[40]["multiplier"]
+    assert trained[-1]["multiplier"] != trained[35]["multiplier"]
 
 
 def test_a_run_stopped_at_its_end_is_ended(stopped, finished):

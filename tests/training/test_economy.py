@@ -6,7 +6,7 @@ import math
 import pytest
 
 from meta_attention.errors import ConfigError
-from meta_attention.training.economy import GAIN, MAX_MULTIPLIER, WINDOW, Economy
+from meta_attention.training.economy import GAIN, MAX_MOVE, MAX_MULTIPLIER, WINDOW, Economy
 from meta_attention.training.schedule import Schedule
 
 NOW = Schedule.constant(0.1)
@@ -120,6 +120,12 @@ def test_steering_is_smooth_and_bounded():
         assert economy.multiplier >= (1 - 1e-9) / MAX_MULTIPLIER
         assert economy.multiplier <= MAX_MULTIPLIER * (1 + 1e-9)
         before = economy.log_multiplier
+
+
+def test_a_short_run_is_not_steered_by_leaps():
+    economy = Economy(20, NOW, target=0.2)
+    observe(economy, costs=[1.0])
+    assert economy.log_multiplier == MAX_MOVE
 
 
 @pytest.mark.parametrize("elasticity", [0.3, 1.0])

@@ -21,6 +21,8 @@ WINDOW = 10
 # by how much the logarithm of the pressure changes in the whole of training, where the cost is
 # beyond the target by a factor of e
 GAIN = 20.0
+# by how much at most in one window, however short the run
+MAX_MOVE = 0.5
 # the pressure stays within this factor of its schedule
 MAX_MULTIPLIER = 100.0
 # a model whose cost is within this factor of the target is on it
@@ -37,7 +39,7 @@ class Economy:
     step or a fraction.
 
     **Steering** is integral control in log space. Every window changes the logarithm of the
-    multiplier of the pressure by ``GAIN * WINDOW / num_steps * log(cost / target)``, the
+    multiplier of the pressure by ``GAIN * WINDOW / num_steps * log(cost / target)``, the last
     logarithm at most 1 either way. The multiplier moves as long as the cost is off its target, and
     by little at a time. It can only press less where a model costs less than it may: the task
     alone makes routes dearer, where that helps.
@@ -107,7 +109,7 @@ class Economy:
         if self.target is not None and self.has_begun(step):
             beyond = min(1.0, max(-1.0, math.log(max(cost, 1e-9) / self.target)))
             limit = math.log(MAX_MULTIPLIER)
-            moved = self.log_multiplier + GAIN * WINDOW / self.num_steps * beyond
+            moved = self.log_multiplier + min(MAX_MOVE, GAIN * WINDOW / self.num_steps) * beyond
             self.log_multiplier = min(limit, max(-limit, moved))
 
     def _look_whether_settled(self, step: int, loss: float) -> None:
