@@ -19,7 +19,7 @@ examples:
   meta-attention train --recipe bytes-small --data books/ --kl-weight "0->0.1@0.5:0.75"
   meta-attention train --routing gated --uncertainty-threshold "0->0.5@0.2:0.8" --out runs/gated
   meta-attention train --routing hard --training-weights one_hot --route-gradient chosen
-  meta-attention train --target-cost 0.4 --start-expert full --out runs/cheap
+  meta-attention train --target-cost 0.3 --out runs/cheap
   meta-attention train --controller prior_free --cost-weight "0->0.1@150s:200s" --out runs/no-prior
   meta-attention train --kl-weight "0->0.1@settled+0.2" --settle-drop 0.05 --out runs/settled
   meta-attention train --heads 8 --kv-heads 2 --route-granularity kv_head --out runs/by-head

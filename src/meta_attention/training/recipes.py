@@ -291,7 +291,7 @@ def demo() -> Settings:
         lr=3e-3,
         warmup=30,
         **ADAPTIVE,
-        # 0.1 pulls so small a model back onto the prior: adaptivity 0.02 nats instead of 0.1
+        # 0.1 pulls so small a model back onto the prior: adaptivity 0.02 nats instead of 0.07
         kl_weight=Schedule(0.0, 0.01, 0.5, 0.75),
         target_cost=0.4,
         eval_every=100,

@@ -163,7 +163,8 @@ class MetaAttentionTrainer(Trainer):
         if not lowest < target < highest:
             raise ConfigError(
                 f"target_cost must be between {lowest:.3f} and {highest:.3f}, the costs of the "
-                f"cheapest and the dearest experts of the routed layers, got {target}; 0 is for none"
+                f"cheapest and the dearest experts of the routed layers, got {target}; leave it "
+                "out or change the experts"
             )
 
     def observe_step(self) -> None:
