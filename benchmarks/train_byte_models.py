@@ -23,7 +23,8 @@ import transformers
 VARIANTS = {
     "full": ["--experts", "full"],
     "static hybrid (2 of 6 full)": ["--layer-experts", "local,local,full"],
-    "soft-routed": [],
+    "soft-routed": ["--routing", "soft", "--start-expert", "none"],
+    "hard-routed": [],
 }
 COMMAND = [sys.executable, "-c", "from meta_attention.cli import main; main()"]
 

@@ -33,6 +33,7 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
         ({"expert_costs": 5}, "'paper', 'flops' or one number per expert, got 5"),
         ({"experts": [["full"]]}, "experts must be a list of expert names"),
         ({"layer_experts": 5}, "layer_experts must be a list of expert names for each layer"),
+        ({"start_expert": "fulll"}, "an expert of a layer, one of full, .* got 'fulll'"),
         ({"kl_weight": None}, "kl_weight must be a number, got None"),
         ({"prior_strength": "x"}, "prior_strength must be a number, got 'x'"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),

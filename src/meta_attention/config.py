@@ -62,6 +62,10 @@ class MetaAttentionConfig(PreTrainedConfig):
         use_rope: Rotate queries and keys by position in the softmax experts.
         controller: ``"bayesian"`` or ``"prior_free"``.
         controller_hidden_size: Width of the controller's hidden layer.
+        start_expert: Expert that a new model believes in for every token, in the layers that have
+            it; None: whatever prior and random weights make of it. ``"full"`` lets a model learn
+            what attention can do before it learns to do without. Initialisation only: nothing
+            changes in a model that is loaded.
         prior_strength: Scale of the Dirichlet prior; the paper's beta_0.
         prior_floor: Smallest prior concentration; the paper's epsilon.
         kl_weight: Weight of the KL term in the loss; the paper's beta_elbo.
@@ -125,6 +129,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     causal: bool = True
     controller: ControllerName = "bayesian"
     controller_hidden_size: int = 64
+    start_expert: str | None = None
     prior_strength: float = 1.0
     prior_floor: float = 0.01
     kl_weight: float = 1.0
@@ -228,6 +233,12 @@ class MetaAttentionConfig(PreTrainedConfig):
                     f"layer_experts must name the experts of all {self.num_hidden_layers} layers, "
                     f"got {len(self.layer_experts)} entries"
                 )
+        known = sorted({name for names in self.layer_experts or [self.experts] for name in names})
+        if self.start_expert is not None and self.start_expert not in known:
+            raise ConfigError(
+                f"start_expert must be an expert of a layer, one of {', '.join(known)}, got "
+                f"{self.start_expert!r}"
+            )
         if isinstance(self.expert_costs, str):
             if self.expert_costs not in ("paper", "flops"):
                 raise ConfigError(

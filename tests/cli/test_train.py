@@ -108,6 +108,25 @@ def test_hard_routes_that_run_only_the_chosen_expert_learn(tmp_path):
     assert "whose route_gradient is 'chosen', got 'all'" in str(error)
 
 
+def test_a_target_cost_is_asked_for_by_a_flag(tmp_path):
+    out = tmp_path / "run"
+    hard = ("--routing", "hard", "--training-weights", "one_hot", "--start-expert", "full")
+    result = run(
+        *("--out", out, *SMALL, *hard, "--steps", 40, "--target-cost", 0.5, "--log-every", 10),
+        *("--kl-weight", "0->0.1@settled+10s", "--settle-steps", 10, "--settle-drop", 0.5),
+        *("--layers", 3, "--layer-experts", "local*2,full+local"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "of full attention, target 0.5" in result.output
+    last = [row for row in read_metrics(out) if row["kind"] == "train"][-1]
+    assert {"routed_cost", "target_cost", "multiplier", "settled_step"} <= set(last)
+    config = AutoModelForCausalLM.from_pretrained(out).config
+    assert config.start_expert == "full"
+    assert config.layer_experts == (("local",), ("local",), ("full", "local"))
+    error = error_of("--out", out, "--resume", "--target-cost", 0.6)
+    assert "whose target_cost is 0.5, got 0.6" in str(error)
+
+
 def test_without_evaluation_the_last_model_is_saved(tmp_path):
     result = run("--out", tmp_path / "run", *SMALL, "--eval-every", 0, "--experts", "full,local")
     assert result.exit_code == 0, result.output
@@ -155,8 +174,17 @@ def test_bad_settings_are_one_clear_sentence(tmp_path):
     assert "START->END" in str(error_of(*out, *SMALL, "--kl-weight", "up"))
     assert "unknown expert 'fulll'" in str(error_of(*out, *SMALL, "--experts", "fulll"))
     assert "multiple of num_attention_heads" in str(error_of(*out, *SMALL, "--heads", 5))
-    soft_draw = error_of(*out, *SMALL, "--training-weights", "one_hot")
+    soft = ("--routing", "soft")
+    soft_draw = error_of(*out, *SMALL, *soft, "--training-weights", "one_hot")
     assert "draws a single expert, but routing='soft' mixes them" in str(soft_draw)
+    hard = ("--routing", "hard", "--target-cost", "0.01")
+    assert "target_cost must be between" in str(error_of(*out, *SMALL, *hard))
+    soft_target = error_of(*out, *SMALL, *soft, "--target-cost", "0.5")
+    assert "target_cost must have routing='hard'" in str(soft_target)
+    assert "both at steps or both" in str(error_of(*out, *SMALL, "--kl-weight", "0->1@0.1:4s"))
+    assert "must reach its end" in str(error_of(*out, *SMALL, "--kl-weight", "0->1@0s:9s"))
+    assert "such as 'local*5'" in str(error_of(*out, *SMALL, "--layer-experts", "local*x"))
+    assert "an expert of a layer" in str(error_of(*out, *SMALL, "--start-expert", "fulll"))
     assert "no run.json" in str(error_of(*out, "--resume"))
     assert "must have a GPU" in str(error_of(*out, *SMALL, "--precision", "fp16"))
     # nothing was left behind that a corrected command would trip over

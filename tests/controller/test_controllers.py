@@ -50,6 +50,32 @@ def test_both_controllers_give_weights_that_sum_to_one():
 
 
 @pytest.mark.parametrize("granularity", ["token", "kv_head"])
+@pytest.mark.parametrize("strength", [1.0, 10.0])
+@pytest.mark.parametrize("cls", CONTROLLERS)
+def test_a_controller_may_start_on_one_expert(cls, strength, granularity):
+    config = make_config(prior_strength=strength, route_granularity=granularity)
+    for start in range(3):
+        posterior = cls(config, COSTS, start)(*make_inputs())
+        mean = posterior.mean
+        assert (mean.argmax(dim=-1) == start).all()
+        assert mean[..., start].min() > 0.7
+
+
+def test_the_evidence_to_start_with_is_the_one_that_was_tried():
+    controller = BayesianMetaController(make_config(), COSTS, 0)
+    with torch.no_grad():
+        controller.mlp[-1].weight.zero_()
+    evidence = controller(*make_inputs()).concentration - controller.prior_concentration
+    expected = torch.tensor([6.0, 0.02, 0.02]).expand_as(evidence)
+    torch.testing.assert_close(evidence, expected, rtol=1e-4, atol=1e-4)
+    # a controller without a prior starts on the same weights
+    other = PriorFreeController(make_config(), COSTS, 0)
+    with torch.no_grad():
+        other.mlp[-1].weight.zero_()
+    torch.testing.assert_close(other(*make_inputs()).mean, controller(*make_inputs()).mean)
+
+
+@pytest.mark.parametrize("granularity", ["token", "kv_head"])
 def test_one_expert_leaves_nothing_to_learn(granularity):
     controller = build_controller(make_config(route_granularity=granularity), [0.3])
     assert list(controller.parameters()) == []

@@ -144,6 +144,49 @@ def test_a_static_hybrid_is_one_line_of_config(make_model, tokens):
     out.loss.backward()
 
 
+def test_a_new_model_starts_on_the_expert_it_is_told_and_a_loaded_one_as_it_was(
+    make_model, tokens, tmp_path
+):
+    layers = [["full", "local"], ["linear", "local"], ["local"]]
+    ids = tokens()
+    # small random weights, as in training
+    model = make_model(start_expert="full", layer_experts=layers, initializer_range=0.02)
+    plain = make_model(layer_experts=layers, initializer_range=0.02)
+    weights, others = (m(ids, output_routing=True).routing_weights for m in (model, plain))
+    assert weights[0][..., 0].min() > 0.7
+    assert others[0][..., 0].max() < 0.5
+    # a layer without that expert starts as it would have, and nothing else is drawn differently
+    name = "model.layers.0.attention.controller.mlp.2.bias"
+    for key, tensor in plain.state_dict().items():
+        assert tensor.equal(model.state_dict()[key]) == (key != name), key
+    with torch.no_grad():
+        model.get_parameter(name).copy_(torch.tensor([-3.0, 3.0]))
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for key, tensor in model.state_dict().items():
+        assert tensor.equal(loaded.state_dict()[key]), key
+    assert loaded(ids, output_routing=True).routing_weights[0][..., 0].max() < 0.5
+
+
+def test_routed_cost_is_that_of_evaluations_routes(make_model, tokens):
+    layers = [["full", "linear", "local"], ["local"], ["full", "local"]]
+    model = make_model(layer_experts=layers, routing="hard", training_weights="one_hot")
+    ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
+    mask[1, :9] = 0
+    out = model(ids, mask, output_routing=True, output_routed_cost=True)
+    costs = [layer.attention.controller.costs for layer in model.model.layers]
+    executed = [
+        (w * c).sum(-1)[mask.bool()].mean() for w, c in zip(out.routing_weights, costs, strict=True)
+    ]
+    expected = (executed[0] + executed[2]) / 2
+    torch.testing.assert_close(out.routed_cost, expected)
+    # drawn routes differ, and what is said of evaluation does not
+    training = model.train()(ids, mask, labels=ids, output_routed_cost=True)
+    torch.testing.assert_close(training.routed_cost, expected)
+    assert not training.routed_cost.requires_grad
+    assert model(ids, mask, labels=ids).routed_cost is None
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_saved_and_loaded_models_agree(make_model, tokens, tmp_path, tied):
     model, ids = make_model(tie_word_embeddings=tied), tokens()

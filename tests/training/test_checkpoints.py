@@ -30,6 +30,8 @@ WORKER = Path(__file__).parent / "worker.py"
 # 20,000 bytes are 73 batches: the run crosses the end of an epoch, and draws samples besides
 OVERRIDES = {"steps": 90, "training_weights": "sample", "eval_every": 40, "save_every": 20}
 SMALL = {
+    # nothing is drawn: parts of a batch would draw other routes than the whole
+    "routing": "soft",
     "tokenizer": "bytes",
     "max_bytes": 20_000,
     "length": 32,
@@ -176,6 +178,39 @@ def test_a_gated_run_resumes_where_its_threshold_was(tmp_path):
     resume_small(stopped)
     assert without_timing(read_metrics(stopped)) == without_timing(read_metrics(whole))
     assert MetaAttentionConfig.from_pretrained(stopped).uncertainty_threshold == 1.0
+
+
+def test_a_steered_run_resumes_where_its_economy_was(tmp_path):
+    """The checkpoint lies between two windows of the economy, after the loss has settled."""
+    steered = {
+        "routing": "hard",
+        "training_weights": "one_hot",
+        "start_expert": "full",
+        "target_cost": 0.5,
+        "kl_weight": Schedule.parse("0->0.1@settled+10s"),
+        "settle_steps": 10,
+        "settle_drop": 0.5,
+        "steps": 50,
+        "eval_every": 18,
+        "save_every": 36,
+    }
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    record = train_small(whole, **steered)
+    shutil.copytree(whole, stopped)
+    (stopped / "run.json").write_text(json.dumps(record | {"finished": False}))
+    for checkpoint in stopped.glob("checkpoint-*"):
+        if checkpoint.name != "checkpoint-36":
+            shutil.rmtree(checkpoint)
+    state = json.loads((stopped / "checkpoint-36" / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["economy"]["settled"] == 20
+    assert state["stateful_callbacks"]["economy"]["log_multiplier"] > 0.0
+    assert state["stateful_callbacks"]["economy"]["watched"][0] > 0.0
+    resume_small(stopped)
+    rows = without_timing(read_metrics(whole))
+    assert without_timing(read_metrics(stopped)) == rows
+    trained = [row for row in rows if row["kind"] == "train"]
+    assert trained[-1]["settled_step"] == 20
+    assert trained[-1]["multiplier"] != trained[35]["multiplier"]
 
 
 def test_a_run_stopped_at_its_end_is_ended(stopped, finished):

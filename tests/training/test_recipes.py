@@ -1,7 +1,7 @@
 """Recipes: complete, valid, and overridden by name."""
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_args
 
 import pytest
@@ -100,6 +100,12 @@ def test_a_shorter_run_has_a_shorter_warmup():
 def test_text_forms_of_experts_and_costs():
     assert parse_names("full, local") == ("full", "local")
     assert parse_layer_experts("local,full+local") == (("local",), ("full", "local"))
+    assert parse_layer_experts("local*2, full+local * 1") == (("local",),) * 2 + (
+        ("full", "local"),
+    )
+    for text in ("local*", "local*0", "local*-1", "local*x", "local*2*2"):
+        with pytest.raises(ConfigError, match="a whole number of times, such as 'local"):
+            parse_layer_experts(text)
     assert parse_costs("flops") == "flops"
     assert parse_costs("1,0.15") == (1.0, 0.15)
     with pytest.raises(ConfigError, match="single commas"):
@@ -118,6 +124,11 @@ def test_text_forms_of_experts_and_costs():
         ({"lr": float("nan")}, "lr must be > 0"),
         ({"warmup": 301}, "between 0 and all 300 steps, got 301"),
         ({"kl_weight": Schedule(0.0, -1.0)}, "kl_weight must be >= 0, got 0->-1"),
+        ({"kl_weight": Schedule.parse("0->1@100s:301s")}, "within the 300 steps .* got 0->1@100s"),
+        ({"cost_weight": Schedule.constant(-0.5)}, "cost_weight must be >= 0, got -0.5"),
+        ({"target_cost": 20.0}, "target_cost must be a share between 0 and 1, got 20"),
+        ({"settle_drop": 2.0}, "settle_drop must be a share between 0 and 1, got 2"),
+        ({"settle_steps": 3}, "settle_steps must be >= 10, got 3"),
         ({"precision": "int8"}, "precision must be fp32, bf16 or fp16"),
     ],
 )
@@ -129,3 +140,52 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
 def test_an_unknown_recipe_is_refused_with_those_there_are():
     with pytest.raises(ConfigError, match="one of demo, tiny, bytes-small, got 'huge'"):
         build_settings("huge", {})
+
+
+ADAPTIVE = {
+    "routing": "hard",
+    "training_weights": "one_hot",
+    "start_expert": "full",
+    "target_cost": 0.4,
+    "kl_weight": Schedule(0.0, 0.1, 0.5, 0.75),
+}
+
+
+def test_settings_of_economy_reach_the_model_and_survive_json():
+    given = ADAPTIVE | {
+        "kl_weight": Schedule.parse("0->0.1@settled+50s"),
+        "cost_weight": Schedule.parse("0->0.3@100s:200s"),
+        "settle_drop": 0.05,
+        "settle_steps": 40,
+    }
+    settings = build_settings("demo", given)
+    config = settings.model_config(vocab_size=10)
+    assert (config.start_expert, config.cost_weight) == ("full", 0.3)
+    saved = json.loads(json.dumps(settings.to_dict()))
+    assert saved["kl_weight"] == "0->0.1@settled+50s"
+    assert Settings.from_dict(saved) == settings
+    # a run of before there was any of it
+    old = {k: v for k, v in saved.items() if not k.startswith(("settle", "target", "start_"))}
+    old["cost_weight"] = 0.25
+    assert Settings.from_dict(old).cost_weight == Schedule.constant(0.25)
+    assert Settings.from_dict(old).target_cost is None
+
+
+def test_what_a_flag_leaves_without_a_meaning_goes_with_it(monkeypatch):
+    monkeypatch.setitem(RECIPES, "demo", lambda: replace(build_settings("tiny", {}), **ADAPTIVE))
+    assert build_settings("demo", {}).target_cost == 0.4
+
+    soft = build_settings("demo", {"routing": "soft"})
+    assert (soft.training_weights, soft.target_cost) == ("mean", None)
+    for static in ({"experts": ("full",)}, {"layer_experts": (("local",), ("full",))}):
+        assert build_settings("demo", static).target_cost is None
+    hybrid = build_settings("demo", {"layer_experts": (("local",), ("full", "local"))})
+    assert (hybrid.target_cost, hybrid.start_expert) == (0.4, "full")
+    assert build_settings("demo", {"experts": ("linear", "local")}).start_expert is None
+
+    prior_free = build_settings("demo", {"controller": "prior_free"})
+    assert prior_free.cost_weight == ADAPTIVE["kl_weight"]
+    for settings in (soft, hybrid, prior_free):
+        MetaAttentionForCausalLM(settings.model_config(vocab_size=10))
+    # what was given stays, and is refused where it cannot work
+    assert build_settings("demo", {"routing": "soft", "target_cost": 0.3}).target_cost == 0.3

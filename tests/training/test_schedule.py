@@ -46,11 +46,69 @@ def test_values_stay_between_the_ends_and_the_text_reads_back(start, end, moment
 
 
 @pytest.mark.parametrize(
-    "text", ["", "high", "0->", "->1", "0->1@0.5", "0->1@:", "0 1", "0->1@0.5:0.7:1", "nan", "inf"]
+    "text",
+    [
+        "",
+        "high",
+        "0->",
+        "->1",
+        "0->1@0.5",
+        "0->1@:",
+        "0 1",
+        "0->1@0.5:0.7:1",
+        "nan",
+        "inf",
+        "0->1@settled",
+    ],
 )
 def test_other_text_is_refused_with_the_forms_there_are(text):
     with pytest.raises(ConfigError, match="START->END@BEGIN:FINISH"):
         Schedule.parse(text)
+
+
+def test_steps_are_written_with_an_s():
+    schedule = Schedule.parse("0->0.1@2000s:3000s")
+    assert schedule == Schedule(0.0, 0.1, 2000, 3000, in_steps=True)
+    values = [schedule.at(step, 5000) for step in (0, 2000, 2500, 3000, 4999)]
+    assert values == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.1])
+    # the length of the run does not matter
+    assert schedule.at(2500, 2600) == pytest.approx(0.05)
+
+
+def test_fractions_are_of_all_steps():
+    schedule = Schedule.parse("0->1@0.5:1")
+    values = [schedule.at(step, 5) for step in range(6)]
+    assert values == pytest.approx([0.0, 0.0, 0.0, 0.5, 1.0, 1.0])
+    assert schedule.at(0, 1) == 0.0
+
+
+@pytest.mark.parametrize("text", ["0->0.1@settled+100s", "0->0.1@settled+0.1"])
+def test_a_schedule_may_wait_until_the_loss_has_settled(text):
+    schedule = Schedule.parse(text)
+    assert schedule.when_settled
+    assert schedule.at(900, 1001) == 0.0
+    values = [schedule.at(step, 1001, settled=300) for step in (300, 350, 400, 1000)]
+    assert values == pytest.approx([0.0, 0.05, 0.1, 0.1])
+    assert schedule.last_moment_to_settle(1001) == pytest.approx(900)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0.1", "0->0.1", "0->1@0.25:0.5", "0->1@20s:3000s", "0->1@settled+5s", "1->0@settled+1"],
+)
+def test_every_form_is_written_as_it_is_read(text):
+    assert str(Schedule.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["0->1@0.5:300s", "0->1@20s:0.5"])
+def test_steps_and_fractions_do_not_mix(text):
+    with pytest.raises(ConfigError, match="both at steps or both at fractions"):
+        Schedule.parse(text)
+
+
+def test_steps_in_the_wrong_order_are_refused():
+    with pytest.raises(ConfigError, match="between two steps, 0 <= begin <= finish, got 30 and 20"):
+        Schedule.parse("0->1@30s:20s")
 
 
 @pytest.mark.parametrize("text", ["0->1@0.7:0.5", "0->1@0:2", "0->1@-1:1"])

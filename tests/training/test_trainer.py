@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ from meta_attention.training.trainer import MetaAttentionTrainer
 # short documents, so that most blocks hold several
 TEXT = Corpus("test", [text[:700] for text in embedded_corpus().documents[:40]])
 TOKENIZER = build_tokenizer("bytes", TEXT)
+
+ECONOMY = ("target_cost", "settle_drop", "settle_steps")
+HARD = {
+    "routing": "hard",
+    "training_weights": "one_hot",
+    "start_expert": "full",
+    "expert_costs": "flops",
+}
 
 
 def blocks(length=32, **kwargs):
@@ -60,6 +69,7 @@ def build_trainer(folder, model=None, train=None, valid=None, callbacks=(), **ar
     kl_weight = arguments.pop("kl_weight", None)
     cost_weight = arguments.pop("cost_weight", None)
     threshold = arguments.pop("uncertainty_threshold", None)
+    economy = {n: arguments.pop(n) for n in ECONOMY if n in arguments}
     for name, value in arguments.items():
         setattr(args, name, value)
     return MetaAttentionTrainer(
@@ -70,6 +80,7 @@ def build_trainer(folder, model=None, train=None, valid=None, callbacks=(), **ar
         kl_weight=kl_weight,
         cost_weight=cost_weight,
         uncertainty_threshold=threshold,
+        **economy,
         callbacks=[MetricsLog(folder), *callbacks],
     )
 
@@ -336,3 +347,97 @@ def test_plain_training_arguments_are_enough(tmp_path):
     )
     trainer = MetaAttentionTrainer(build_model(), args, train_dataset=blocks())
     assert trainer.train().global_step == 2
+
+
+@pytest.mark.parametrize("controller", ["bayesian", "prior_free"])
+def test_the_cost_is_steered_to_the_target(controller, tmp_path):
+    """Text so short needs no full attention: what is left of it, the pressure takes."""
+    model = build_model(**HARD, controller=controller)
+    weight = {"bayesian": "kl_weight", "prior_free": "cost_weight"}[controller]
+    trainer = build_trainer(
+        tmp_path,
+        model,
+        max_steps=80,
+        logging_steps=10,
+        learning_rate=1e-2,
+        target_cost=0.5,
+        **{weight: Schedule(0.0, 0.05, 0.25, 0.5)},
+    )
+    trainer.train()
+    rows = train_rows(tmp_path)
+    assert rows[0]["routed_cost"] == 1.0
+    # the windows before the ramp say nothing
+    assert [row["multiplier"] for row in rows[:3]] == [1.0] * 3
+    steered = [row["multiplier"] for row in rows[3:]]
+    assert all(multiplier != 1.0 for multiplier in steered[1:])
+    for before, row in pairwise(rows[3:]):
+        # up while the cost is above the target, down while it is below; seen a window later
+        rise = row["multiplier"] - before["multiplier"]
+        assert rise * (before["routed_cost"] - 0.5) >= 0.0
+    for row in rows:
+        assert row["target_cost"] == 0.5
+        schedule = Schedule(0.0, 0.05, 0.25, 0.5).at(row["step"] - 1, 80)
+        assert row[weight] == pytest.approx(schedule * row["multiplier"])
+        parts = row["task_loss"] + row["kl_loss"] + row["cost_loss"]
+        assert row["loss"] == pytest.approx(parts, abs=1e-5)
+    assert rows[-1]["routed_cost"] < 0.9
+
+
+def test_a_loss_that_settles_begins_the_ramp_and_the_log_says_when(tmp_path):
+    trainer = build_trainer(
+        tmp_path,
+        max_steps=60,
+        learning_rate=1e-9,
+        kl_weight=Schedule.parse("0->0.4@settled+20s"),
+        settle_steps=10,
+        logging_steps=5,
+    )
+    trainer.train()
+    rows = {row["step"]: row for row in train_rows(tmp_path)}
+    # nothing is learnt, so two windows of ten steps are alike
+    assert "settled_step" not in rows[15]
+    assert rows[60]["settled_step"] == 20
+    weights = [rows[step]["kl_weight"] for step in (20, 25, 35, 60)]
+    assert weights == pytest.approx([0.0, 0.4 * 4 / 20, 0.4 * 14 / 20, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("fields", "target", "message"),
+    [
+        ({"routing": "soft", "training_weights": "mean"}, 0.5, "must have routing='hard'"),
+        ({"layer_experts": [["full"], ["local"]]}, 0.5, "must have a layer to route in"),
+        ({}, 0.05, r"target_cost must be between 0\.1\d+ and 1.000, .* got 0.05"),
+        ({"kl_weight": 0.0}, 0.5, "must have a weight to steer"),
+        ({"controller": "prior_free"}, 0.5, "must have a weight to steer"),
+    ],
+)
+def test_targets_that_cannot_be_reached_are_refused(fields, target, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        build_trainer(tmp_path, build_model(**(HARD | fields)), target_cost=target)
+
+
+def test_only_models_that_were_pressed_and_cost_what_they_may_compete(tmp_path):
+    trainer = build_trainer(
+        tmp_path,
+        build_model(**HARD),
+        max_steps=11,
+        target_cost=0.5,
+        kl_weight=Schedule(0.0, 0.1, 0.2, 0.5),
+    )
+    trainer.state.global_step = 4
+    assert not trainer.may_be_best({"eval_routed_cost": 0.4})
+    trainer.state.global_step = 5
+    assert trainer.may_be_best({"eval_routed_cost": 0.4})
+    assert trainer.may_be_best({"eval_routed_cost": 0.54})
+    assert not trainer.may_be_best({"eval_routed_cost": 0.56})
+    plain = build_trainer(tmp_path)
+    assert plain.may_be_best({})
+
+
+def test_evaluation_says_what_hard_routes_cost(tmp_path):
+    layers = [["full", "linear", "local"], ["local"]]
+    model = build_model(layer_experts=layers, **HARD)
+    metrics = build_trainer(tmp_path, model, valid=blocks()).evaluate()
+    assert metrics["eval_routed_cost"] == pytest.approx(metrics["eval_layer_0/projected_cost"])
+    assert metrics["eval_routed_cost"] > metrics["eval_projected_cost"]
+    assert "eval_routed_cost" not in build_trainer(tmp_path, valid=blocks()).evaluate()

@@ -20,6 +20,8 @@ from meta_attention.training.trainer import MetaAttentionTrainer
 
 # small enough for a second of training, and several epochs of it
 SETTINGS = {
+    # nothing is drawn: processes would draw other routes than one alone
+    "routing": "soft",
     "tokenizer": "bytes",
     "max_bytes": 20_000,
     "length": 32,

@@ -19,24 +19,41 @@ examples:
   meta-attention train --recipe bytes-small --data books/ --kl-weight "0->0.1@0.5:0.75"
   meta-attention train --routing gated --uncertainty-threshold "0->0.5@0.2:0.8" --out runs/gated
   meta-attention train --routing hard --training-weights one_hot --route-gradient chosen
+  meta-attention train --target-cost 0.3 --out runs/cheap
+  meta-attention train --controller prior_free --cost-weight "0->0.1@150s:200s" --out runs/no-prior
+  meta-attention train --kl-weight "0->0.1@settled+0.2" --settle-drop 0.05 --out runs/settled
   meta-attention train --heads 8 --kv-heads 2 --route-granularity kv_head --out runs/by-head
   meta-attention train --out runs/demo --resume
   meta-attention train --experts full --out runs/full
-  meta-attention train --layers 6 --layer-experts "local,local,full+local" --out runs/hybrid
+  meta-attention train --layers 6 --layer-experts "local*5,full+local" --out runs/hybrid
   torchrun --nproc-per-node 2 --no-python meta-attention train --recipe bytes-small
   accelerate launch --no_python meta-attention train --recipe bytes-small
 
 \b
 experts by layer:
   --layer-experts parts layers by commas and the experts of a layer by +. A layer of one expert is
-  static: nothing is routed in it. "local,local,full" is two local layers and a full one, and
-  repeats to fill the layers there are.
+  static: nothing is routed in it. "local*2,full+local" is two local layers and one that routes
+  between full and local attention; a pattern repeats to fill the layers there are.
 
 \b
 schedules:
   --kl-weight takes a number, or START->END, or START->END@BEGIN:FINISH in fractions of training:
   "0->0.1@0.5:0.75" is 0 for the first half, rises until three quarters, and stays at 0.1.
+  "0->0.1@2000s:3000s" rises between these steps. "0->0.1@settled+500s" waits until the task loss
+  has settled, then rises for 500 steps ("settled+0.2": for a fifth of training). Settled: its mean
+  over --settle-steps fell by less than --settle-drop. A run that never settles rises at its end.
+  --cost-weight likewise, for a prior_free controller.
   --uncertainty-threshold likewise: a token below it is hard, so a rising one makes tokens hard.
+
+\b
+target cost:
+  --target-cost 0.2 asks for hard routes that cost 20% of what full attention costs in the routed
+  layers: FLOPs of scores and values at the training length, without projections and controller
+  (or whatever --expert-costs says). From when --kl-weight begins to rise, it is multiplied by what
+  brings the cost there, between 1/100 and 100; for a prior_free controller, --cost-weight is. A
+  model that needs less than that costs less: nothing makes routes dearer than they are of use.
+  metrics.jsonl has routed_cost, target_cost and multiplier. The best model is then the best of
+  those at most 10% above the target.
 """
 
 
@@ -141,7 +158,18 @@ def train(
         str | None, _flag("tokens below it are hard: a schedule, see below")
     ] = None,
     cost_weight: Annotated[
-        float | None, _flag("weight of the projected cost, for a prior_free controller", min=0.0)
+        str | None,
+        _flag("weight of the projected cost, for a prior_free controller: a schedule, see below"),
+    ] = None,
+    target_cost: Annotated[
+        float | None,
+        _flag("share of full attention's cost in routed layers to steer to, see below; 0: none"),
+    ] = None,
+    settle_drop: Annotated[
+        float | None, _flag("a loss that falls by less than this share has settled, see below")
+    ] = None,
+    settle_steps: Annotated[
+        int | None, _flag("steps over which that is looked at; default: a tenth of all")
     ] = None,
     hidden_size: Annotated[int | None, _flag("width of the model", min=1)] = None,
     layers: Annotated[int | None, _flag("number of blocks of the model", min=1)] = None,
@@ -156,6 +184,12 @@ def train(
         str | None, _flag('paper, flops, or a number for each expert: "1,0.15,0.3"')
     ] = None,
     controller: Annotated[Controller | None, _flag("how tokens choose")] = None,
+    start_expert: Annotated[
+        str | None,
+        _flag(
+            "expert that new controllers believe in, where a layer has it, such as full; or none"
+        ),
+    ] = None,
     training_weights: Annotated[
         Weights | None,
         _flag("routes in training: from the posterior's mean, a sample, or one_hot: one drawn"),
@@ -231,6 +265,9 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
     readers: dict[str, Callable[[Any], Any]] = {
         "kl_weight": Schedule.parse,
         "uncertainty_threshold": Schedule.parse,
+        "cost_weight": Schedule.parse,
+        "target_cost": lambda share: share or None,
+        "start_expert": lambda name: None if name == "none" else name,
         "experts": parse_names,
         "layer_experts": parse_layer_experts,
         "expert_costs": parse_costs,
@@ -268,6 +305,16 @@ def _print_result(folder: Path, settings: "Settings", record: dict[str, Any]) ->
         f"routing: projected cost {metrics['projected_cost']:.3f}, adaptivity "
         f"{metrics['adaptivity']:.4f} nats, entropy {metrics['routing_entropy']:.1f}%"
     )
+    from meta_attention.training.economy import TOLERANCE
+
+    target = settings.target_cost
+    if target is not None:
+        cost = metrics["routed_cost"]
+        print(f"routed layers cost {cost:.3f} of full attention, target {target:g}")
+        if cost > TOLERANCE * target:
+            print("note: that is above the target; more steps after the KL begins bring it nearer")
+        elif cost < target / TOLERANCE:
+            print("note: that is below the target: the text did not ask for more")
     for number, what in (
         (metrics["expert_collapses"], "send more than 95% of their tokens to one expert"),
         (metrics["prior_collapses"], "do not tell their tokens apart"),

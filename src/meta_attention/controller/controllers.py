@@ -14,12 +14,16 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller.features import NUM_EXTRA_FEATURES
 from meta_attention.controller.posterior import PointPosterior, Posterior, RoutingPosterior
 from meta_attention.controller.prior import compute_aware_prior
 from meta_attention.ops.controller_logits import Network, controller_logits
+
+# evidence of a controller that starts on one expert: for it, and for the others
+START_EVIDENCE, REST_EVIDENCE = 6.0, 0.02
 
 
 class KeepFloat32(nn.Module):
@@ -72,15 +76,27 @@ class Controller(KeepFloat32):
         self.prior_concentration.copy_(compute_aware_prior(self._costs, **self._prior))
         self.uncertainty_threshold.fill_(self.config.uncertainty_threshold or 0.0)
 
+    def reset_start(self) -> None:
+        """Believe in the expert to start on, after the weights were drawn anew."""
+
     def forward(self, x: Tensor, position_ids: Tensor) -> Posterior:
         raise NotImplementedError
 
 
 class MLPController(Controller):
-    """Features and a 2-layer MLP with GELU; subclasses read its logits as a posterior."""
+    """Features and a 2-layer MLP with GELU; subclasses read its logits as a posterior.
 
-    def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
+    Args:
+        config: Model configuration.
+        costs: Cost of each expert relative to full attention, in (0, 1].
+        start: Index of the expert that is believed in at first; None: as the weights have it.
+    """
+
+    def __init__(
+        self, config: MetaAttentionConfig, costs: Sequence[float], start: int | None = None
+    ) -> None:
         super().__init__(config, costs)
+        self.start = start
         if config.route_granularity == "kv_head":
             self.groups = (config.num_key_value_heads,)
         width = config.controller_hidden_size
@@ -89,6 +105,22 @@ class MLPController(Controller):
             nn.GELU(),
             nn.Linear(width, math.prod(self.groups) * len(costs)),
         )
+        self.reset_start()
+
+    def reset_start(self) -> None:
+        if self.start is None:
+            return
+        evidence = torch.full_like(self.prior_concentration, REST_EVIDENCE)
+        # a stronger prior takes more to overcome
+        evidence[self.start] = START_EVIDENCE * max(1.0, self.config.prior_strength)
+        last: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
+        with torch.no_grad():
+            # of Transformers: leaves alone what was loaded
+            init.copy_(last.bias, self.logits_of(evidence).repeat(math.prod(self.groups)))
+
+    def logits_of(self, evidence: Tensor) -> Tensor:
+        """Logits [E] from which ``forward`` makes the posterior of ``evidence``, or its mean."""
+        raise NotImplementedError
 
     def logits(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Unbounded scores [B, T, E] or [B, T, G, E], in float32 also under autocast."""
@@ -112,6 +144,9 @@ class BayesianMetaController(MLPController):
         evidence = F.softplus(self.logits(x, position_ids))  # [B, T, (G,) E]
         return RoutingPosterior(self.prior_concentration + evidence)
 
+    def logits_of(self, evidence: Tensor) -> Tensor:
+        return evidence.expm1().log()
+
 
 class PriorFreeController(MLPController):
     """The ablation: the same features and MLP, softmax weights, no prior.
@@ -126,6 +161,9 @@ class PriorFreeController(MLPController):
     def forward(self, x: Tensor, position_ids: Tensor) -> PointPosterior:
         return PointPosterior(self.logits(x, position_ids).softmax(dim=-1))
 
+    def logits_of(self, evidence: Tensor) -> Tensor:
+        return (self.prior_concentration + evidence).log()
+
 
 class StaticController(Controller):
     """A layer of one expert has nothing to choose: every token gets it, and nothing is learnt."""
@@ -134,10 +172,18 @@ class StaticController(Controller):
         return RoutingPosterior(self.prior_concentration.expand(*x.shape[:2], -1))
 
 
-def build_controller(config: MetaAttentionConfig, costs: Sequence[float]) -> Controller:
-    """The controller the config names, or a static one where there is nothing to choose."""
+def build_controller(
+    config: MetaAttentionConfig, costs: Sequence[float], start: int | None = None
+) -> Controller:
+    """The controller the config names, or a static one where there is nothing to choose.
+
+    Args:
+        config: Model configuration.
+        costs: Cost of each expert relative to full attention, in (0, 1].
+        start: Index of the expert to start on, where the layer has it.
+    """
     if len(costs) == 1:
         return StaticController(config, costs)
     if config.controller == "bayesian":
-        return BayesianMetaController(config, costs)
-    return PriorFreeController(config, costs)
+        return BayesianMetaController(config, costs, start)
+    return PriorFreeController(config, costs, start)

@@ -92,6 +92,14 @@ class RoutingSummary:
         return sum(layer.projected_cost for layer in self.layers) / len(self.layers)
 
     @property
+    def routed_cost(self) -> float | None:
+        """Mean over routed layers; None if all are static.
+
+        With hard routes, the share of full attention's cost that is executed in these layers.
+        """
+        return _mean([layer.projected_cost for layer in self.layers if not layer.is_static])
+
+    @property
     def adaptivity(self) -> float | None:
         """Mean over routed layers, nats; None if all are static."""
         return _mean([layer.adaptivity for layer in self.layers])
@@ -114,6 +122,7 @@ class RoutingSummary:
             "num_tokens": self.num_tokens,
             "kl": self.kl,
             "projected_cost": self.projected_cost,
+            "routed_cost": self.routed_cost,
             "adaptivity": self.adaptivity,
             "routing_entropy": self.routing_entropy,
             "collapsed_layers": self.collapsed_layers,

@@ -61,6 +61,14 @@ class LayerOutput:
             weights = weights.detach() + (mean - mean.detach())
         return self._of_tokens((weights * self.costs).sum(dim=-1))
 
+    @property
+    def evaluated_cost(self) -> Tensor:
+        """Cost of the expert that is most believed in [B, T], zero for padding; no gradient.
+
+        It is what a hard route executes in evaluation; in training another may have been drawn.
+        """
+        return self._of_tokens(self.costs[self.posterior.mean.detach().argmax(dim=-1)])
+
     def _of_tokens(self, x: Tensor) -> Tensor:
         """[B, T] from [B, T] or [B, T, G], zero for padding."""
         x = x.mean(dim=2) if x.dim() == 3 else x
@@ -83,7 +91,12 @@ class BayesianMetaAttentionLayer(nn.Module):
         self.layer_idx = layer_idx
         experts = build_experts(config, layer_idx)
         self.expert_names = tuple(experts)
-        self.controller = build_controller(config, expert_costs(config, experts))
+        start = config.start_expert
+        self.controller = build_controller(
+            config,
+            expert_costs(config, experts),
+            None if start not in experts else self.expert_names.index(start),
+        )
         self.experts = nn.ModuleList(experts.values())
         self.execution = ExpertExecution(config, self.expert_names, self.experts)
         # one set for all experts, or one each

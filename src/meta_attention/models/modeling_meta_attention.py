@@ -38,6 +38,7 @@ class RoutedModelOutput(ModelOutput):
     past_key_values: Cache | None = None
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
+    routed_cost: Tensor | None = None  # [], of evaluation's routes, mean over routed layers
     routing_weights: tuple[Tensor, ...] | None = None  # [B, T, E] or [B, T, G, E] per layer
     concentrations: tuple[Tensor | None, ...] | None = None  # likewise; None without a prior
     hidden_states: tuple[Tensor, ...] | None = None
@@ -51,6 +52,7 @@ class RoutedCausalLMOutput(ModelOutput):
     task_loss: Tensor | None = None  # [], nats per token
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
+    routed_cost: Tensor | None = None  # [], of evaluation's routes, mean over routed layers
     logits: Tensor | None = None  # [B, T, V]
     past_key_values: Cache | None = None
     routing_weights: tuple[Tensor, ...] | None = None  # [B, T, E] or [B, T, G, E] per layer
@@ -76,6 +78,7 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
         if isinstance(module, Controller):
             # buffers are not saved; a model loaded from disk starts without them
             module.reset_buffers()
+            module.reset_start()
         else:
             super()._init_weights(module)
 
@@ -133,6 +136,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         output_routing: bool = False,
         output_hidden_states: bool | None = None,
         output_losses: bool = True,
+        output_routed_cost: bool = False,
         **kwargs: object,
     ) -> RoutedModelOutput:
         """Run the blocks.
@@ -152,6 +156,9 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             output_routing: Return routing weights and concentrations of every layer.
             output_hidden_states: Return the hidden states before every block and at the end.
             output_losses: Return ``kl`` and ``projected_cost``.
+            output_routed_cost: Return ``routed_cost``: the cost of the experts most believed in,
+                which are those that hard routing executes in evaluation; mean over tokens and
+                routed layers.
             kwargs: Ignored; Transformers passes flags of its own.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -217,6 +224,11 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 if output_losses
                 else None
             ),
+            routed_cost=(
+                _mean_of([o.evaluated_cost for o in routed], new_mask, x)
+                if output_routed_cost
+                else None
+            ),
             routing_weights=tuple(o.routes.weights for o in outputs) if output_routing else None,
             concentrations=tuple(map(_concentration, outputs)) if output_routing else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
@@ -268,6 +280,7 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
         output_routing: bool = False,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        output_routed_cost: bool = False,
         **kwargs: object,
     ) -> RoutedCausalLMOutput:
         """Logits, and the loss when there are labels.
@@ -280,7 +293,7 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             logits_to_keep: Compute logits of the last tokens only (0: of all), or of these
                 positions.
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, document_ids,
-                use_cache, output_routing, output_hidden_states, kwargs: See
+                use_cache, output_routing, output_hidden_states, output_routed_cost, kwargs: See
                 :class:`MetaAttentionModel`.
         """
         hidden = self.model(
@@ -295,6 +308,7 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             output_hidden_states,
             # generating asks for none of it, at every token
             labels is not None or output_routing or torch.is_grad_enabled(),
+            output_routed_cost,
             **kwargs,
         )
         if labels is not None and (
@@ -324,6 +338,7 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             task_loss=task_loss,
             kl=hidden.kl,
             projected_cost=hidden.projected_cost,
+            routed_cost=hidden.routed_cost,
             logits=logits,
             past_key_values=hidden.past_key_values,
             routing_weights=hidden.routing_weights,

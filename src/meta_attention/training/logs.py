@@ -39,6 +39,7 @@ class Flow(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.trainer.logged_step = state.global_step
+        self.trainer.restore_economy()
         self.trainer.find_best()
 
     def on_epoch_begin(
@@ -51,6 +52,7 @@ class Flow(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self.trainer.observe_step()
         control.should_log |= self.trainer.is_logged_step(state.global_step)
 
     def on_evaluate(
@@ -67,6 +69,7 @@ class Flow(TrainerCallback):
             and name is not None
             and self.trainer.is_in_train
             and args.save_strategy == "steps"
+            and self.trainer.may_be_best(metrics)
         ):
             value = metrics[f"eval_{name.removeprefix('eval_')}"]
             best = math.inf if state.best_metric is None else state.best_metric
@@ -216,8 +219,13 @@ def describe(logs: dict[str, Any]) -> str:
         text = f"held out: {logs['eval_task_loss']:.4f} nats"
         if "eval_bits_per_byte" in logs:
             text += f", {logs['eval_bits_per_byte']:.3f} bits/byte"
+        if "eval_routed_cost" in logs:
+            return f"{text}, cost of routed layers {logs['eval_routed_cost']:.3f}"
         return f"{text}, projected cost {logs['eval_projected_cost']:.3f}"
+    cost = f"cost {logs['projected_cost']:.3f}"
+    if "target_cost" in logs:
+        cost = f"routed cost {logs['routed_cost']:.3f} (target {logs['target_cost']:g})"
     return (
         f"loss {logs['loss']:.4f}  kl {logs['kl']:.3f}  "
-        f"cost {logs['projected_cost']:.3f}  {logs['tokens_per_s']:,.0f} tokens/s"
+        f"{cost}  {logs['tokens_per_s']:,.0f} tokens/s"
     )

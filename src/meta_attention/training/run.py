@@ -139,6 +139,9 @@ def train_model(
         kl_weight=settings.kl_weight,
         uncertainty_threshold=settings.uncertainty_threshold,
         cost_weight=settings.cost_weight,
+        target_cost=settings.target_cost,
+        settle_drop=settings.settle_drop,
+        settle_steps=settings.settle_steps,
         processing_class=blocks.tokenizer,
         callbacks=[MetricsLog(out), *callbacks, *_tensorboard(out, checkpoint, tensorboard)],
     )

@@ -10,7 +10,7 @@ Shapes: B batch, T sequence, F figures of a row.
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,12 +34,16 @@ from meta_attention.errors import ConfigError
 from meta_attention.evaluation.routing import RoutingTally
 from meta_attention.objective import routing_loss
 from meta_attention.training.checkpoints import TrainingError, clear_write_errors, step_of
+from meta_attention.training.economy import TOLERANCE, WINDOW, Economy
 from meta_attention.training.logs import Flow, flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.sampler import BlockSampler
 from meta_attention.training.schedule import Schedule
 
 Batch = dict[str, Tensor]
+
+# where the trainer's state keeps what the economy knows
+ECONOMY_STATE = "economy"
 
 
 class MetaAttentionTrainer(Trainer):
@@ -53,7 +57,13 @@ class MetaAttentionTrainer(Trainer):
         eval_dataset: Blocks to evaluate on; :class:`PackedDataset` gives bits per byte.
         kl_weight: Weight of the KL in the course of training; default: the config's.
         uncertainty_threshold: Threshold of gated routing, likewise; a rising one makes tokens hard.
-        cost_weight: Weight of the projected cost; default: the config's.
+        cost_weight: Weight of the projected cost, likewise.
+        target_cost: What hard routes shall cost in evaluation, as a share of full attention's cost
+            in the routed layers; steers ``kl_weight``, or ``cost_weight`` where there is no prior.
+            See :class:`Economy`.
+        settle_drop: When the task loss counts as settled, for schedules that wait for it; see
+            :class:`Economy`.
+        settle_steps: Likewise.
         kwargs: As for Trainer.
     """
 
@@ -66,13 +76,30 @@ class MetaAttentionTrainer(Trainer):
         eval_dataset: Dataset[Batch] | None = None,
         kl_weight: Schedule | None = None,
         uncertainty_threshold: Schedule | None = None,
-        cost_weight: float | None = None,
+        cost_weight: Schedule | float | None = None,
+        target_cost: float | None = None,
+        settle_drop: float = 0.02,
+        settle_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
         config: Any = model.config
         self.kl_weight = kl_weight or Schedule.constant(config.kl_weight)
         self.uncertainty_threshold = uncertainty_threshold
-        self.cost_weight = config.cost_weight if cost_weight is None else cost_weight
+        if not isinstance(cost_weight, Schedule):
+            value = config.cost_weight if cost_weight is None else cost_weight
+            cost_weight = Schedule.constant(value)
+        self.cost_weight = cost_weight
+        self._steers_cost_weight = config.controller == "prior_free"
+        self._is_hard = config.routing == "hard"
+        schedules = (self.kl_weight, self.cost_weight, self.uncertainty_threshold)
+        self.economy = Economy(
+            num_steps=max(1, args.max_steps),
+            pressure=self.cost_weight if self._steers_cost_weight else self.kl_weight,
+            target=target_cost,
+            waiting=tuple(s for s in schedules if s is not None and s.when_settled),
+            settle_drop=settle_drop,
+            settle_steps=settle_steps,
+        )
         # a hard route is logged as it was taken, a soft one as it was believed
         self._is_sampled = config.training_weights == "sample" and config.routing == "soft"
         # several GPUs in one process would be DataParallel, which is slower and splits the loss
@@ -98,20 +125,56 @@ class MetaAttentionTrainer(Trainer):
         self.add_callback(Flow(self))
         self.sampler: BlockSampler | None = None
         self._tally = RoutingTally.of(model)
-        self._parts = torch.zeros(4)
+        if target_cost is not None:
+            self._check_target(target_cost)
+        self._parts = torch.zeros(6)
+        # task loss and routed cost since the economy last looked
+        self._watched = torch.zeros(2)
+        self._weights = self._weights_after(0)
         self._num_tokens = 0
         self.logged_step = 0
         self._clock: float | None = None
 
     # --- objective ---
 
-    @property
-    def progress(self) -> float:
-        """How far training is: 0 during the first step, 1 during the last."""
-        return self._progress_after(self.state.global_step)
+    def _weights_after(self, steps: int) -> dict[str, float]:
+        """Of the KL and of the cost, during the step that follows ``steps`` others."""
+        economy = self.economy
+        kl_factor, cost_factor = economy.multiplier, 1.0
+        if self._steers_cost_weight:
+            kl_factor, cost_factor = cost_factor, kl_factor
+        return {
+            "kl_weight": kl_factor * economy.value(self.kl_weight, steps),
+            "cost_weight": cost_factor * economy.value(self.cost_weight, steps),
+            "multiplier": economy.multiplier,
+        }
 
-    def _progress_after(self, steps: int) -> float:
-        return min(1.0, steps / max(1, self.state.max_steps - 1))
+    def _check_target(self, target: float) -> None:
+        if not self._is_hard:
+            raise ConfigError(
+                "target_cost must have routing='hard': other routes execute more than one expert, "
+                "so there is nothing to save"
+            )
+        costs = [layer for layer in self._tally.costs if len(layer) > 1]
+        if not costs:
+            raise ConfigError("target_cost must have a layer to route in, but all are static")
+        lowest = sum(map(min, costs)) / len(costs)
+        highest = sum(map(max, costs)) / len(costs)
+        if not lowest < target < highest:
+            raise ConfigError(
+                f"target_cost must be between {lowest:.3f} and {highest:.3f}, the costs of the "
+                f"cheapest and the dearest experts of the routed layers, got {target}; leave it "
+                "out or change the experts"
+            )
+
+    def observe_step(self) -> None:
+        """At the end of every window of steps, let the economy look at it."""
+        step = self.state.global_step
+        if self.economy.is_watched and step % WINDOW == 0:
+            reduce: Any = self.accelerator.reduce
+            loss, cost = (reduce(self._watched, "mean") / WINDOW).tolist()
+            self.economy.observe(step, loss, cost)
+            self._watched = torch.zeros(2)
 
     def compute_loss(
         self,
@@ -133,10 +196,15 @@ class MetaAttentionTrainer(Trainer):
             self._clock = time.perf_counter()
         if self.uncertainty_threshold is not None:
             inner: Any = self.accelerator.unwrap_model(model)
-            inner.set_uncertainty_threshold(self.uncertainty_threshold(self.progress))
+            threshold = self.economy.value(self.uncertainty_threshold, self.state.global_step)
+            inner.set_uncertainty_threshold(threshold)
         is_logged = self.is_logged_step(self.state.global_step + 1)
-        out = model(**inputs, use_cache=False, output_routing=is_logged)
+        is_steered = self.economy.target is not None
+        out = model(
+            **inputs, use_cache=False, output_routing=is_logged, output_routed_cost=is_steered
+        )
         task, kl, cost = out.task_loss, out.kl, out.projected_cost
+        routed_cost = out.routed_cost if is_steered else cost.detach()
         if num_items_in_batch is not None:
             # Trainer takes a loss that knows this count as it is; gradients of processes are
             # averaged, so each counts as all of them
@@ -144,12 +212,17 @@ class MetaAttentionTrainer(Trainer):
             task = task * (num_predicted * self.args.world_size / num_items_in_batch)
             # blocks have one length, so their parts weigh the same
             parts = self.current_gradient_accumulation_steps
-            kl, cost = kl / parts, cost / parts
-        weight = self.kl_weight(self.progress)
-        loss = routing_loss(task, kl, kl_weight=weight, cost=cost, cost_weight=self.cost_weight)
+            kl, cost, routed_cost = kl / parts, cost / parts, routed_cost / parts
+        self._weights = weights = self._weights_after(self.state.global_step)
+        kl_weight, cost_weight = weights["kl_weight"], weights["cost_weight"]
+        loss = routing_loss(task, kl, kl_weight=kl_weight, cost=cost, cost_weight=cost_weight)
 
-        values = torch.stack([task, kl, weight * kl, cost]).detach()
+        values = torch.stack(
+            [task, kl, kl_weight * kl, cost, cost_weight * cost, routed_cost]
+        ).detach()
         self._parts = self._parts.to(values) + values
+        if self.economy.is_watched:
+            self._watched = self._watched.to(values) + values[[0, 5]]
         self._num_tokens += inputs["input_ids"].numel()
         if is_logged:
             self._tally.add(self._believed_weights(out), None, out.concentrations)
@@ -206,20 +279,28 @@ class MetaAttentionTrainer(Trainer):
         """Means over the steps since the last log, over all processes."""
         reduce: Any = self.accelerator.reduce
         num_steps = max(1, self.state.global_step - self.logged_step)
-        task, kl, kl_loss, cost = (reduce(self._parts, "mean") / num_steps).tolist()
+        means = (reduce(self._parts, "mean") / num_steps).tolist()
+        task, kl, kl_loss, cost, cost_loss, routed_cost = means
         self._tally.sums = reduce(self._tally.sums.to(self._parts.device), "sum")
         routing = self._tally.summary()
         seconds = time.perf_counter() - (self._clock or 0.0)
         figures = {
             "task_loss": task,
             "kl": kl,
-            "kl_weight": self.kl_weight(self._progress_after(self.state.global_step - 1)),
+            "kl_weight": self._weights["kl_weight"],
             "kl_loss": kl_loss,
             "projected_cost": cost,
-            "cost_loss": self.cost_weight * cost,
+            "cost_weight": self._weights["cost_weight"],
+            "cost_loss": cost_loss,
             "tokens_per_s": self._num_tokens * self.args.world_size / seconds,
         } | flatten_routing(routing)
-        self._parts, self._num_tokens, self._clock = torch.zeros(4), 0, None
+        if self.economy.target is not None:
+            figures["routed_cost"] = routed_cost
+            figures["target_cost"] = self.economy.target
+            figures["multiplier"] = self._weights["multiplier"]
+        if self.economy.settled is not None:
+            figures["settled_step"] = self.economy.settled
+        self._parts, self._num_tokens, self._clock = torch.zeros(6), 0, None
         self.logged_step = self.state.global_step
         self._tally.sums = torch.zeros_like(self._tally.sums)
         return figures
@@ -268,15 +349,18 @@ class MetaAttentionTrainer(Trainer):
         nats, num_predicted, *sums = torch.as_tensor(prediction.predictions).sum(dim=0).tolist()
         routing = self._tally.summary_of(torch.tensor(sums, dtype=torch.float64))
         task_loss = nats / num_predicted
-        kl_loss = self.kl_weight(self.progress) * (routing.kl or 0.0)
+        weights = self._weights_after(self.state.global_step)
+        kl_loss = weights["kl_weight"] * (routing.kl or 0.0)
         metrics = {
-            "loss": task_loss + kl_loss + self.cost_weight * routing.projected_cost,
+            "loss": task_loss + kl_loss + weights["cost_weight"] * routing.projected_cost,
             "task_loss": task_loss,
             # a loss this high is no language model, and JSON has no infinity
             "perplexity": math.exp(min(task_loss, 700.0)),
             "kl": routing.kl or 0.0,
             "projected_cost": routing.projected_cost,
         }
+        if self._is_hard and routing.routed_cost is not None:
+            metrics["routed_cost"] = routing.routed_cost
         if isinstance(self.eval_dataset, PackedDataset):
             metrics["bits_per_byte"] = self.eval_dataset.bits_per_byte(task_loss)
         return metrics | flatten_routing(routing)
@@ -295,6 +379,7 @@ class MetaAttentionTrainer(Trainer):
                 self.model_wrapped = self.model
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
             self._load_from_checkpoint(str(checkpoint))
+            self.restore_economy()
         self.find_best()
         if self.state.best_model_checkpoint is not None:
             self._load_best_model()
@@ -321,7 +406,35 @@ class MetaAttentionTrainer(Trainer):
         best = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.best_global_step}"
         self.state.best_model_checkpoint = str(best) if best.is_dir() else None
 
+    def may_be_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether an evaluated model competes for the best.
+
+        The loss is lowest before a model is pressed to save: only one that was pressed as hard as
+        it was asked to be, and that costs what it may, is what the run is for.
+        """
+        economy, step = self.economy, self.state.global_step
+        if any(economy.value(s, step) != s.end for s in (self.kl_weight, self.cost_weight)):
+            return False
+        target = economy.target
+        return target is None or metrics["eval_routed_cost"] <= TOLERANCE * target
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        return self.may_be_best(metrics) and super()._determine_best_metric(metrics, trial)
+
+    def restore_economy(self) -> None:
+        """Go on from what a checkpoint says of it, where there is one."""
+        self.economy.num_steps = max(1, self.state.max_steps)
+        saved = dict(self.state.stateful_callbacks.get(ECONOMY_STATE, {}))  # type: ignore[union-attr]
+        if saved:
+            self._watched = torch.tensor(saved.pop("watched"))
+            self.economy.load(saved)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self.economy.is_watched:
+            reduce: Any = self.accelerator.reduce
+            self._watched = reduce(self._watched, "mean")
+            state = self.economy.state() | {"watched": self._watched.tolist()}
+            self.state.stateful_callbacks[ECONOMY_STATE] = state  # type: ignore[index,call-overload]
         step, folder = self.state.global_step, Path(str(self.args.output_dir))
         partial = folder / f"checkpoint-{step}" if self.args.should_save else None
         with clear_write_errors(f"the checkpoint of step {step}", folder, partial):
