@@ -37,7 +37,8 @@ experts by layer:
 
 \b
 tasks:
-  --task trains on a task whose need of full attention is known token by token, and evaluates both:
+  --task trains on questions of which it is known which need full attention, and evaluates answers
+  and routes:
   recall      values of keys that stand far back, and copies from 7 back; a vocabulary of its own
   needle      a code hidden in text (--data), asked for at the end
   multi_key   several codes, some of them asked for
@@ -283,7 +284,13 @@ def _print_result(folder: Path, settings: "Settings", record: dict[str, Any]) ->
             f"held out: {metrics['task_loss']:.4f} nats per token, perplexity "
             f"{metrics['perplexity']:.3f}, {metrics['bits_per_byte']:.4f} bits per byte"
         )
-    elif "task" in record:
+    elif "task" not in record:
+        print(
+            f"held out: {metrics['accuracy']:.1%} of the answers right, "
+            f"{metrics['full_share']:.1%} of the tokens on full attention, "
+            f"{metrics['need_share']:.1%} need it"
+        )
+    else:
         from rich.console import Console
 
         from meta_attention.report.terminal import print_task

@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,9 @@ def train_model(
         best = trainer.evaluate(metric_key_prefix="best")
         metrics = {name.removeprefix("best_"): value for name, value in best.items()}
     if isinstance(blocks.valid, TaskDataset) and args.world_size == 1:
-        record["task"] = _judge(model, blocks.valid, args.per_device_eval_batch_size)
+        # forcing experts would compile every block anew for each
+        with torch.compiler.set_stance("force_eager") if settings.compile else nullcontext():
+            record["task"] = _judge(model, blocks.valid, args.per_device_eval_batch_size)
     with clear_write_errors("the model", out):
         trainer.save_whole_model(out)
         record |= {"finished": True, "steps": trainer.state.global_step, "metrics": metrics}

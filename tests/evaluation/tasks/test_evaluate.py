@@ -26,8 +26,8 @@ TASK = RecallTask(
 HELD_OUT = TaskDataset(TASK, 64, held_out=True)
 
 
-def build_model(**fields):
-    torch.manual_seed(0)
+def build_model(seed=0, **fields):
+    torch.manual_seed(seed)
     return MetaAttentionForCausalLM(
         MetaAttentionConfig(
             vocab_size=len(TASK.words),
@@ -42,29 +42,33 @@ def build_model(**fields):
 
 
 def learn(model, steps, batch_size=32):
-    """Plain training, task loss only."""
+    """Plain training, task loss only, until all is learnt or the steps are over."""
     dataset = TaskDataset(TASK, steps * batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.98))
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 5e-3 * min(1.0, (step + 1) / 50)
         batch = dataset.batch(step * batch_size, batch_size)
-        model(batch["input_ids"], labels=batch["labels"]).task_loss.backward()
+        loss = model(batch["input_ids"], labels=batch["labels"]).task_loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if loss.item() < 0.02:
+            break
     return evaluate_task(model, HELD_OUT, batch_size=32).result
 
 
 def test_full_attention_learns_recall():
-    result = learn(build_model(layer_experts=[["local"], ["full"]]), 200)
+    # five seeds took 167 to 248 steps
+    result = learn(build_model(layer_experts=[["local"], ["full"]]), 800)
     assert result.far_accuracy > 0.9
     assert result.near_accuracy > 0.9
     assert [layer.full_share for layer in result.layers] == [0.0, 1.0]
 
 
 def test_local_attention_learns_copies_and_cannot_recall():
-    result = learn(build_model(experts=["local"]), 200)
+    result = learn(build_model(experts=["local"]), 300)
     assert result.near_accuracy > 0.9
     # as good as guessing among the values
     assert result.far_accuracy < 1.5 / TASK.values

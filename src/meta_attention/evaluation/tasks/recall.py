@@ -35,8 +35,8 @@ class RecallTask:
         reach: How far it sees through all layers; recalls lie beyond.
         length: Tokens of a sequence, T.
         pairs: Key-value pairs of a sequence.
-        fewest_pairs: Training sequences have this many to ``pairs``, drawn evenly: recall of many
-            is learnt from recall of few. Sequences to evaluate on have ``pairs``.
+        fewest_pairs: Training sequences have this many to ``pairs``, evenly on a log scale: recall
+            of many is learnt from recall of few. Sequences to evaluate on have ``pairs``.
         recalls: Questions for a value, each for another key; where a training sequence has fewer
             pairs, keys are asked again.
         copies: Questions for a copy.
@@ -115,7 +115,9 @@ class RecallTask:
         first_noise = first_value + self.values
         ids = first_noise + random.integers(self.noise, size=self.length)
 
-        count = int(random.integers(self.fewest_pairs, self.pairs + 1))
+        # as many sequences with 4 to 8 pairs as with 64 to 128
+        few, many = np.log([self.fewest_pairs, self.pairs + 1])
+        count = min(int(np.exp(random.uniform(few, many)) + 1e-9), self.pairs)
         keys = first_key + random.permutation(self.keys)[:count]
         values = first_value + random.permutation(self.values)[:count]
         places = 2 * random.permutation(self.pairs)[:count]
