@@ -13,7 +13,7 @@ from meta_attention.cli.train import EXAMPLES, train
 from meta_attention.errors import ConfigError, DataError, MetaAttentionError
 from meta_attention.training import run as run_module
 from meta_attention.training.checkpoints import TrainingError
-from meta_attention.training.logs import read_metrics
+from meta_attention.training.logs import describe, read_metrics
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 app.callback()(lambda: None)
@@ -146,6 +146,38 @@ def test_text_to_evaluate_on_can_be_given(tmp_path):
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["eval_data"]["name"] == str(tmp_path / "valid.txt")
+
+
+def test_a_task_is_trained_on_and_its_figures_are_shown(tmp_path, monkeypatch):
+    monkeypatch.setattr("meta_attention.training.tasks.NUM_HELD_OUT", 4)
+    sizes = "pairs=4,fewest_pairs=2,recalls=3,copies=3,copy_distance=3,keys=6,values=6,noise=3"
+    small = [flag for flag in SMALL if flag not in ("--tokenizer", "bytes", "--max-bytes", "20000")]
+    out = tmp_path / "run"
+    result = run("--task", f"recall:{sizes}", "--out", out, *small)
+    assert result.exit_code == 0, result.output
+    assert "of 24 answers right (far" in result.output
+    assert "9.4% of tokens need it" in result.output
+    assert "projected cost" in result.output
+    record = json.loads((out / "run.json").read_text())
+    assert record["recipe"] == "recall"
+    assert record["task"]["any_layer"].keys() == {"full_share", "precision", "recall"}
+    assert "accuracy 0." in describe(read_metrics(out)[-1])
+    again = run("--out", out, "--resume", "--json")
+    assert json.loads(again.stdout)["task"] == record["task"]
+
+
+def test_a_task_that_makes_no_sense_is_one_clear_sentence(tmp_path):
+    out = ("--out", tmp_path / "run")
+    for flags, message in (
+        (["--task", "recal"], "task must be one of recall, needle, multi_key, got 'recal'"),
+        (["--task", "recall", "--data", "x.txt"], "data must not be given with task recall"),
+        (["--task", "recall", "--tokenizer", "bytes"], "tokenizer must not be given"),
+        (["--task", "recall", "--length", 128], "must have >= 353 tokens for 128 pairs"),
+        (["--task", "needle", "--length", 64], "a sequence must have >= "),
+        (["--task", "needle", "--isolate-documents"], "isolate_documents must not be given"),
+    ):
+        assert message in str(error_of(*out, *flags))
+    assert not (tmp_path / "run").exists()
 
 
 def test_bad_text_is_one_clear_sentence(tmp_path):

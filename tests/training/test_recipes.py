@@ -138,7 +138,7 @@ def test_settings_that_cannot_work_are_refused(overrides, message):
 
 
 def test_an_unknown_recipe_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="one of demo, tiny, bytes-small, got 'huge'"):
+    with pytest.raises(ConfigError, match="one of demo, tiny, bytes-small, recall, needle, got"):
         build_settings("huge", {})
 
 

@@ -18,7 +18,7 @@ from meta_attention.cli.checkpoint import (
     load_checkpoint,
     read_text,
 )
-from meta_attention.errors import DataError
+from meta_attention.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from meta_attention.evaluation.evaluate import Evaluation
@@ -29,6 +29,16 @@ examples:
   meta-attention evaluate runs/tiny --data books/ --length 1024 --stride 512
   meta-attention evaluate runs/tiny --data books/ --max-tokens 20000 --forced
   meta-attention evaluate runs/tiny --text-file book.txt --json | jq .bits_per_byte
+  meta-attention evaluate runs/recall --task recall --forced
+  meta-attention evaluate runs/recall --task recall:pairs=64 --sequences 512 --json | jq .accuracy
+  meta-attention evaluate runs/needle --task needle --data books/
+
+\b
+tasks:
+  --task measures answers and routes where need of full attention is known: recall, needle or
+  multi_key, with sizes after a colon; see 'meta-attention train --help'. Sizes not given are those
+  the checkpoint was trained with. needle and multi_key hide their facts in --data, or in Python's
+  manual.
 """
 
 
@@ -40,9 +50,17 @@ def evaluate(
         list[str] | None,
         typer.Option(help="file, folder, glob or hub dataset; may be given more than once"),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="a task in place of a text: recall, needle or multi_key, see below"),
+    ] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=2, help="tokens in a window  [default: 1024, or what the model can take]"),
+        typer.Option(
+            min=2,
+            help="tokens in a window or sequence  [default: 1024, or what the model can take; of a "
+            "task, as trained]",
+        ),
     ] = None,
     stride: Annotated[
         int | None,
@@ -51,6 +69,9 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="windows run at once")] = 8,
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="stop after this many tokens")
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="sequences of a task  [default: 128]")
     ] = None,
     forced: Annotated[
         bool,
@@ -63,10 +84,28 @@ def evaluate(
     dtype: DtypeOption = Dtype.auto,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a checkpoint on a text: perplexity, bits per byte, calibration and routing.
+    """Measure a checkpoint on a text, or on a task whose need of full attention is known.
+
+    On a text: perplexity, bits per byte, calibration and routing.
 
     Windows slide over the text, and every token is scored once. Documents do not see each other.
     """
+    if task is not None:
+        _refuse("--task", text=text, text_file=text_file, stride=stride, max_tokens=max_tokens)
+        _evaluate_task(
+            checkpoint,
+            task,
+            data or [],
+            length,
+            sequences,
+            batch_size,
+            forced,
+            device,
+            dtype,
+            as_json,
+        )
+        return
+    _refuse("a text", sequences=sequences)
     documents = _read(text, text_file, data)
     model, tokenizer = load_checkpoint(checkpoint, device, dtype)
 
@@ -78,7 +117,7 @@ def evaluate(
 
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("tokens", total=None)
+        bar = progress.add_task("tokens", total=None)
         result = evaluate_text(
             model,
             tokenizer,
@@ -88,7 +127,7 @@ def evaluate(
             batch_size=batch_size,
             max_tokens=max_tokens,
             forced=forced,
-            advance=lambda done, total: progress.update(task, completed=done, total=total),
+            advance=lambda done, total: progress.update(bar, completed=done, total=total),
         )
     if as_json:
         print(json.dumps(result.to_dict(), indent=2))
@@ -96,10 +135,60 @@ def evaluate(
         _print_tables(result)
 
 
+def _evaluate_task(
+    checkpoint: Path,
+    task: str,
+    data: list[str],
+    length: int | None,
+    sequences: int | None,
+    batch_size: int,
+    forced: bool,
+    device: Device,
+    dtype: Dtype,
+    as_json: bool,
+) -> None:
+    model, tokenizer = load_checkpoint(checkpoint, device, dtype)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from meta_attention.evaluation.tasks import evaluate_task
+    from meta_attention.report.terminal import print_task, routing_table, verdict_table
+    from meta_attention.training.tasks import held_out_task
+
+    spec, dataset = held_out_task(model, tokenizer, checkpoint, task, data, length, sequences)
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        bar = progress.add_task("passes", total=None)
+        result = evaluate_task(
+            model,
+            dataset,
+            batch_size=batch_size,
+            forced=forced,
+            advance=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    figures = {"task": str(spec)} | result.to_dict()
+    if as_json:
+        print(json.dumps(figures, indent=2))
+        return
+    console = Console()
+    print_task(console, str(spec), figures)
+    console.print(routing_table(result.routing))
+    if result.forced is not None:
+        console.print(verdict_table(result.forced))
+
+
+def _refuse(what: str, **options: object) -> None:
+    """Raise if one of the options was given, which mean nothing for what is evaluated."""
+    for name, value in options.items():
+        if value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} must not be given with {what}; leave it out")
+
+
 def _read(text: str | None, text_file: Path | None, data: list[str] | None) -> list[str]:
     if not data:
         if text is None and text_file is None:
-            raise DataError("one of --text, --text-file and --data must be given")
+            raise DataError("one of --text, --text-file, --data and --task must be given")
         return [read_text(text, text_file)]
     if text is not None or text_file is not None:
         raise DataError("--data must not be given together with --text or --text-file")

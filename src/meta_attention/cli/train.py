@@ -26,6 +26,9 @@ examples:
   meta-attention train --out runs/demo --resume
   meta-attention train --experts full --out runs/full
   meta-attention train --layers 6 --layer-experts "local*5,full+local" --out runs/hybrid
+  meta-attention train --task recall
+  meta-attention train --task recall:pairs=16,recalls=8,copies=8 --length 128 --out runs/small
+  meta-attention train --task multi_key:facts=4,questions=2 --data books/ --out runs/keys
   torchrun --nproc-per-node 2 --no-python meta-attention train --recipe bytes-small
   accelerate launch --no_python meta-attention train --recipe bytes-small
 
@@ -34,6 +37,17 @@ experts by layer:
   --layer-experts parts layers by commas and the experts of a layer by +. A layer of one expert is
   static: nothing is routed in it. "local*2,full+local" is two local layers and one that routes
   between full and local attention; a pattern repeats to fill the layers there are.
+
+\b
+tasks:
+  --task trains on questions of which it is known which need full attention, and evaluates answers
+  and routes:
+  recall      values of keys that stand far back, and copies from 7 back; a vocabulary of its own
+  needle      a code hidden in text (--data), asked for at the end
+  multi_key   several codes, some of them asked for
+  Sizes follow a colon. recall: pairs, fewest_pairs (in training), recalls, copies, copy_distance,
+  keys, values, noise. needle: digits. multi_key: facts, questions, digits. --length is that of a
+  sequence. The settings come from the recipes recall and needle, and the last model is kept.
 
 \b
 schedules:
@@ -63,6 +77,8 @@ class Recipe(StrEnum):
     demo = "demo"
     tiny = "tiny"
     bytes_small = "bytes-small"
+    recall = "recall"
+    needle = "needle"
 
 
 class Controller(StrEnum):
@@ -115,8 +131,12 @@ def train(
         Recipe | None,
         _flag(
             "where the settings not given come from: demo (default; a CPU, a minute), tiny "
-            "(the paper's), bytes-small (5M parameters, a GPU)"
+            "(the paper's), bytes-small (5M parameters, a GPU), recall and needle (tasks)"
         ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        _flag("train on a task with known need: recall, needle or multi_key, see below"),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -134,7 +154,9 @@ def train(
         bool | None,
         _flag("documents of a block do not see each other", "--isolate-documents/--join-documents"),
     ] = None,
-    out: Annotated[Path | None, _flag("folder of the run; default: runs/RECIPE")] = None,
+    out: Annotated[
+        Path | None, _flag("folder of the run; default: runs/RECIPE or runs/TASK")
+    ] = None,
     resume: Annotated[bool, _flag("go on with the run in the folder, with its settings")] = False,
     steps: Annotated[int | None, _flag("optimiser steps", min=1)] = None,
     batch_size: Annotated[
@@ -236,7 +258,7 @@ def train(
     from meta_attention.training.logs import ConsoleProgress
     from meta_attention.training.run import open_run, train_model
 
-    folder = out or Path("runs") / (recipe or Recipe.demo)
+    folder = out or Path("runs") / (recipe or (task or Recipe.demo).partition(":")[0])
     settings = open_run(folder, recipe and recipe.value, _parse(given), resume=resume)
     is_main = os.environ.get("RANK", "0") == "0"
     progress = ConsoleProgress() if is_main and not as_json else None
@@ -294,10 +316,23 @@ def _print_result(folder: Path, settings: "Settings", record: dict[str, Any]) ->
     print(f"{folder}: {record['parameters']:,} parameters, {record['steps']} steps")
     if not metrics:
         return
-    print(
-        f"held out: {metrics['task_loss']:.4f} nats per token, perplexity "
-        f"{metrics['perplexity']:.3f}, {metrics['bits_per_byte']:.4f} bits per byte"
-    )
+    if settings.task is None:
+        print(
+            f"held out: {metrics['task_loss']:.4f} nats per token, perplexity "
+            f"{metrics['perplexity']:.3f}, {metrics['bits_per_byte']:.4f} bits per byte"
+        )
+    elif "task" not in record:
+        print(
+            f"held out: {metrics['accuracy']:.1%} of the answers right, "
+            f"{metrics['full_share']:.1%} of the tokens on full attention, "
+            f"{metrics['need_share']:.1%} need it"
+        )
+    else:
+        from rich.console import Console
+
+        from meta_attention.report.terminal import print_task
+
+        print_task(Console(), settings.task, record["task"])
     if "adaptivity" not in metrics:
         print("routing: none, every layer is static")
         return

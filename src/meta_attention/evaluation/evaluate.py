@@ -127,7 +127,7 @@ def evaluate_text(
             calibration.add(scores.confidence, scores.is_correct)
             routing.add(weights, batch.is_new, scores.output.concentrations)
             if judge is not None:
-                beliefs = map(_belief, weights, scores.output.concentrations)
+                beliefs = map(expected_weights, weights, scores.output.concentrations)
                 judge.add(
                     scores.loss, [b[batch.is_predictor] for b in beliefs], partial(loss_of, batch)
                 )
@@ -145,7 +145,7 @@ def evaluate_text(
     )
 
 
-def _belief(weights: Tensor, concentration: Tensor | None) -> Tensor:
+def expected_weights(weights: Tensor, concentration: Tensor | None) -> Tensor:
     """Expected weights: how sure a controller is of a route, also where it takes one expert only.
 
     Without a posterior the weights themselves, which say nothing of a hard route.

@@ -1,6 +1,7 @@
 """Routing in a terminal: a text with coloured tokens, and a table of its layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.color import Color
@@ -101,6 +102,38 @@ def verdict_table(verdict: RouteVerdict) -> Table:
             f"{layer.routing_ece:.4f}",
         )
     return table
+
+
+def print_task(console: Console, task: str, figures: Mapping[str, Any]) -> None:
+    """Print answers and routes on a task with known need, by layer.
+
+    Args:
+        console: Where to.
+        task: What to call it.
+        figures: As :meth:`TaskEvaluation.to_dict` has them.
+    """
+    parts = {"far": figures["far_accuracy"], "near": figures["near_accuracy"]}
+    of_parts = ", ".join(f"{name} {x:.1%}" for name, x in parts.items() if x is not None)
+    console.print(
+        f"{task}: {figures['accuracy']:.1%} of {figures['num_asked']:,} answers right ({of_parts})",
+        soft_wrap=True,
+        highlight=False,
+    )
+    table = _table(
+        f"Full attention; {figures['need_share']:.1%} of tokens need it",
+        ["layer", "on full", "precision", "recall", "regret, nats"],
+    )
+    layers = {str(index): layer for index, layer in enumerate(figures["layers"])}
+    mean = {"full_share": figures["full_share"], "regret": figures.get("regret")}
+    for name, row in {**layers, "any": figures["any_layer"], "mean": mean}.items():
+        table.add_row(
+            name,
+            _show(row["full_share"], ".1%"),
+            _show(row.get("precision"), ".1%"),
+            _show(row.get("recall"), ".1%"),
+            _show(row.get("regret"), ".4f"),
+        )
+    console.print(table)
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from meta_attention.errors import DataError
+from meta_attention.evaluation.tasks import TaskDataset
 from meta_attention.training.corpus import Corpus, read_corpus, split_corpus
 from meta_attention.training.packing import PackedDataset, pack
 from meta_attention.training.recipes import Settings
@@ -22,42 +23,21 @@ class Blocks:
     """Text as the model sees it."""
 
     tokenizer: PreTrainedTokenizerFast
-    train: PackedDataset
-    valid: PackedDataset | None
+    train: PackedDataset | TaskDataset
+    valid: PackedDataset | TaskDataset | None
     name: str
     valid_name: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        def facts(name: str | None, blocks: PackedDataset | None) -> dict[str, Any] | None:
-            if blocks is None:
-                return None
-            return {
-                "name": name,
-                "fingerprint": blocks.fingerprint,
-                "blocks": len(blocks),
-                "tokens": blocks.num_tokens,
-                "bytes": blocks.num_bytes,
-            }
-
-        return {
-            "data": facts(self.name, self.train),
-            "eval_data": facts(self.valid_name, self.valid),
-        }
+        train = {"name": self.name} | self.train.facts()
+        valid = None if self.valid is None else {"name": self.valid_name} | self.valid.facts()
+        return {"data": train, "eval_data": valid}
 
 
 def read_blocks(settings: Settings, saved: Path | None) -> Blocks:
     """Read, split, tokenise and pack; the tokenizer is the saved one where there is one."""
-    corpus = read_corpus(settings.data, max_bytes=settings.max_bytes)
-    valid: Corpus | None = None
-    if settings.eval_every and settings.eval_data:
-        valid = read_corpus(settings.eval_data, max_bytes=settings.max_bytes)
-    elif settings.eval_every:
-        holdout = min(HOLDOUT, HOLDOUT_BYTES / corpus.num_bytes)
-        corpus, valid = split_corpus(corpus, holdout=holdout)
-    spec = settings.tokenizer
-    if saved is not None and (saved / "tokenizer.json").is_file():
-        spec = str(saved)
-    tokenizer = build_tokenizer(spec, corpus)
+    corpus, valid = read_texts(settings)
+    tokenizer = build_tokenizer(tokenizer_spec(settings, saved), corpus)
 
     def packed(text: Corpus) -> PackedDataset:
         isolate = settings.isolate_documents
@@ -71,6 +51,27 @@ def read_blocks(settings: Settings, saved: Path | None) -> Blocks:
         corpus.name,
         None if valid is None else valid.name,
     )
+
+
+def read_texts(settings: Settings) -> tuple[Corpus, Corpus | None]:
+    """Text to train on and, where a run evaluates, text to evaluate on."""
+    corpus = read_corpus(settings.data, max_bytes=settings.max_bytes)
+    if not settings.eval_every:
+        return corpus, None
+    if settings.eval_data:
+        return corpus, read_corpus(settings.eval_data, max_bytes=settings.max_bytes)
+    return hold_out(corpus)
+
+
+def hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
+    """A corpus without the text that a run evaluates on, and that text."""
+    return split_corpus(corpus, holdout=min(HOLDOUT, HOLDOUT_BYTES / corpus.num_bytes))
+
+
+def tokenizer_spec(settings: Settings, saved: Path | None) -> str:
+    """The saved tokenizer of a resumed run, or what the settings ask for."""
+    is_saved = saved is not None and (saved / "tokenizer.json").is_file()
+    return str(saved) if is_saved else settings.tokenizer
 
 
 def check_same_text(record: Mapping[str, Any], blocks: Blocks) -> None:

@@ -219,6 +219,11 @@ def describe(logs: dict[str, Any]) -> str:
         text = f"held out: {logs['eval_task_loss']:.4f} nats"
         if "eval_bits_per_byte" in logs:
             text += f", {logs['eval_bits_per_byte']:.3f} bits/byte"
+        if "eval_accuracy" in logs:
+            text += (
+                f", accuracy {logs['eval_accuracy']:.3f} (far {logs['eval_far_accuracy']:.3f}), "
+                f"on full {logs['eval_full_share']:.1%}"
+            )
         if "eval_routed_cost" in logs:
             return f"{text}, cost of routed layers {logs['eval_routed_cost']:.3f}"
         return f"{text}, projected cost {logs['eval_projected_cost']:.3f}"

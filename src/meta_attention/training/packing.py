@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -119,6 +120,15 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         if self.isolate_documents:
             digest.update(self.document_starts.astype("<i8", copy=False).data)
         return digest.hexdigest()
+
+    def facts(self) -> dict[str, Any]:
+        """What the record of a run says of its data."""
+        return {
+            "fingerprint": self.fingerprint,
+            "blocks": len(self),
+            "tokens": self.num_tokens,
+            "bytes": self.num_bytes,
+        }
 
     def bits_per_byte(self, loss: float) -> float:
         """Mean loss per predicted token, in nats, as bits per byte of the text it predicts."""

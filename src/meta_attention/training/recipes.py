@@ -19,6 +19,7 @@ from meta_attention.config import (
     TrainingWeights,
 )
 from meta_attention.errors import ConfigError
+from meta_attention.evaluation.tasks.spec import TaskSpec
 from meta_attention.training.economy import check_settling
 from meta_attention.training.schedule import Schedule
 
@@ -48,12 +49,15 @@ class Settings:
     recipe: str
 
     # text -> blocks
+    task: str | None = None
+    """A task with known need in place of text, by name and sizes; see ``TaskSpec``."""
     data: tuple[str, ...] = ()
-    """Files, folders, globs or hub names; none: Python's own manual."""
+    """Files, folders, globs or hub names; none: Python's own manual. Not for task recall."""
     eval_data: tuple[str, ...] = ()
     """Text to evaluate on; none: a part of the data, held out."""
     max_bytes: int | None = None
     tokenizer: str
+    """``"task"`` is the vocabulary of task recall, and goes with no other."""
     length: int
     """Tokens of a block, T."""
     isolate_documents: bool = False
@@ -138,6 +142,30 @@ class Settings:
             )
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
+        self._check_task()
+
+    def _check_task(self) -> None:
+        spec = None if self.task is None else TaskSpec.parse(self.task)
+        if spec is not None and self.isolate_documents:
+            raise ConfigError(
+                f"isolate_documents must not be given with task {spec.name}: its sequences are one "
+                "document each"
+            )
+        if spec is None or spec.is_text:
+            if self.tokenizer == "task":
+                raise ConfigError("tokenizer 'task' is the vocabulary of task recall; name another")
+            return
+        for name in ("data", "eval_data", "max_bytes"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{name} must not be given with task recall, which makes its own tokens; leave "
+                    "it out, or use task needle or multi_key, which are made of text"
+                )
+        if self.tokenizer != "task":
+            raise ConfigError(
+                f"tokenizer must not be given with task recall, got {self.tokenizer!r}: it has a "
+                "vocabulary of its own; leave it out"
+            )
 
     def _check_schedules(self) -> None:
         for name in SCHEDULED:
@@ -299,11 +327,50 @@ def demo() -> Settings:
     )
 
 
+def recall() -> Settings:
+    """Associative recall, where need is known: 128 pairs, T=512; minutes on a GPU."""
+    return Settings(
+        recipe="recall",
+        task="recall",
+        tokenizer="task",
+        length=512,
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        window_size=16,
+        # counted at this length, linear attention would be the dearer of the two cheap ones
+        expert_costs="paper",
+        steps=4000,
+        batch_size=32,
+        lr=3e-3,
+        warmup=100,
+        weight_decay=0.01,
+        **ADAPTIVE,
+        kl_weight=Schedule(0.0, 0.1, 0.5, 0.75),
+        eval_every=500,
+        save_every=500,
+    )
+
+
+def needle() -> Settings:
+    """A code hidden in 512 characters of text, T=512; otherwise as recall."""
+    return replace(recall(), recipe="needle", task="needle", tokenizer="characters")
+
+
 RECIPES: dict[str, Callable[[], Settings]] = {
     "demo": demo,
     "tiny": tiny,
     "bytes-small": bytes_small,
+    "recall": recall,
+    "needle": needle,
 }
+
+
+def default_recipe(task: str | None) -> str:
+    """The recipe of a run for which none is named."""
+    if task is None:
+        return "demo"
+    return "needle" if TaskSpec.parse(task).is_text else "recall"
 
 
 def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
@@ -313,7 +380,8 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     shorter run than the recipe's has a warm-up of at most a tenth of it; experts for all layers
     replace those per layer; without full attention nothing starts on it; where nothing is routed,
     or softly, there is no target; and what presses a prior-free controller is its cost, when the
-    KL would have.
+    KL would have. A task of text takes the place of one with a vocabulary of its own, or the other
+    way round, together with a tokenizer.
     """
     if recipe not in RECIPES:
         raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
@@ -332,6 +400,10 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     is_static = all(len(layer) == 1 for layer in layers)
     if is_static or changed.get("routing", settings.routing) != "hard":
         changed.setdefault("target_cost", None)
+    if changed.get("task") is not None:
+        own = "task" if not TaskSpec.parse(changed["task"]).is_text else "characters"
+        if "task" in (own, settings.tokenizer):
+            changed.setdefault("tokenizer", own)
     return replace(settings, **changed)
 
 

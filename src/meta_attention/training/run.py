@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
 
 import meta_attention
 from meta_attention.errors import ConfigError
+from meta_attention.evaluation.tasks import TaskDataset, evaluate_task
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.training.checkpoints import (
     check_same_model,
@@ -34,8 +36,9 @@ from meta_attention.training.checkpoints import (
 )
 from meta_attention.training.data import Blocks, check_same_text, read_blocks
 from meta_attention.training.logs import METRICS_FILE, MetricsLog
-from meta_attention.training.recipes import SCHEDULED, Settings, build_settings
+from meta_attention.training.recipes import SCHEDULED, Settings, build_settings, default_recipe
 from meta_attention.training.sampler import BlockSampler
+from meta_attention.training.tasks import read_task_blocks
 from meta_attention.training.trainer import MetaAttentionTrainer
 
 RUN_FILE = "run.json"
@@ -48,7 +51,7 @@ def open_run(
 
     Args:
         out: Folder of the run.
-        recipe: Name of a recipe; None: ``demo``, or the one that is resumed.
+        recipe: Name of a recipe; None: ``demo``, that of the task, or the one that is resumed.
         overrides: Settings that were given beside it.
         resume: Go on with the run in ``out``. Settings given anew must agree with it, unless they
             are of the kind that may change.
@@ -57,7 +60,7 @@ def open_run(
         # the other processes may already see what the first one writes
         if _is_main() and out.exists():
             _check_free(out)
-        return build_settings(recipe or "demo", overrides)
+        return build_settings(recipe or default_recipe(overrides.get("task")), overrides)
     try:
         saved = Settings.from_dict(read_run(out)["settings"])
     except (KeyError, TypeError) as error:
@@ -104,7 +107,8 @@ def train_model(
     args = _training_arguments(settings, out)
     # a bar for each of Trainer's saves would break ours
     transformers.utils.logging.disable_progress_bar()
-    blocks = read_blocks(settings, out if resume else None)
+    read = read_blocks if settings.task is None else read_task_blocks
+    blocks = read(settings, out if resume else None)
     BlockSampler(blocks.train, settings.batch_size, settings.seed)
     set_seed(settings.seed)
     model = MetaAttentionForCausalLM(
@@ -156,6 +160,10 @@ def train_model(
     if blocks.valid is not None:
         best = trainer.evaluate(metric_key_prefix="best")
         metrics = {name.removeprefix("best_"): value for name, value in best.items()}
+    if isinstance(blocks.valid, TaskDataset) and args.world_size == 1:
+        # forcing experts would compile every block anew for each
+        with torch.compiler.set_stance("force_eager") if settings.compile else nullcontext():
+            record["task"] = _judge(model, blocks.valid, args.per_device_eval_batch_size)
     with clear_write_errors("the model", out):
         trainer.save_whole_model(out)
         record |= {"finished": True, "steps": trainer.state.global_step, "metrics": metrics}
@@ -165,6 +173,14 @@ def train_model(
             write_run(out, record)
     trainer.close()
     return record
+
+
+def _judge(
+    model: MetaAttentionForCausalLM, held_out: TaskDataset, batch_size: int
+) -> dict[str, Any]:
+    """All figures on a task, with the regret where a layer has a choice."""
+    has_choice = any(len(layer.attention.expert_names) > 1 for layer in model.model.layers)
+    return evaluate_task(model, held_out, batch_size=batch_size, forced=has_choice).to_dict()
 
 
 def read_run(out: Path) -> dict[str, Any]:
@@ -235,6 +251,8 @@ def _training_arguments(settings: Settings, out: Path) -> TrainingArguments:
             f"batch_size must be a multiple of processes times grad_accum, got "
             f"{settings.batch_size} and {processes} x {settings.grad_accum}"
         )
+    # a task is learnt first and made cheap later: there the last model counts
+    has_best = settings.eval_every and settings.task is None
     return TrainingArguments(
         output_dir=str(out),
         max_steps=settings.steps,
@@ -259,7 +277,7 @@ def _training_arguments(settings: Settings, out: Path) -> TrainingArguments:
         save_strategy="steps",
         save_steps=settings.save_every,
         save_total_limit=2,
-        metric_for_best_model="task_loss" if settings.eval_every else None,
+        metric_for_best_model="task_loss" if has_best else None,
         greater_is_better=False,
         # the saved config is of the model, not of its training
         use_cache=True,

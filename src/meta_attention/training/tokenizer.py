@@ -8,7 +8,7 @@ only packing writes a boundary.
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
@@ -51,6 +51,15 @@ def build_tokenizer(spec: str, corpus: Corpus) -> PreTrainedTokenizerFast:
     if spec == "characters":
         return _build_characters(corpus)
     return _load(spec)
+
+
+def build_words(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words between spaces: ids in the order given, no other word known."""
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNK_TOKEN)
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return _wrap(backend, unk_token=UNK_TOKEN)
 
 
 def encode_document(tokenizer: PreTrainedTokenizerFast, text: str) -> Ids:

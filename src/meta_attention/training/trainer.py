@@ -32,6 +32,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.routing import RoutingTally
+from meta_attention.evaluation.tasks import TaskDataset, TaskTally
 from meta_attention.objective import routing_loss
 from meta_attention.training.checkpoints import TrainingError, clear_write_errors, step_of
 from meta_attention.training.economy import TOLERANCE, WINDOW, Economy
@@ -54,7 +55,8 @@ class MetaAttentionTrainer(Trainer):
         args: Trainer's own arguments. Batches are dropped, not shortened, at the end of an epoch.
         train_dataset: Blocks with ``input_ids`` and ``labels``, and ``document_ids`` if the
             documents of a block do not see each other.
-        eval_dataset: Blocks to evaluate on; :class:`PackedDataset` gives bits per byte.
+        eval_dataset: Blocks to evaluate on; :class:`PackedDataset` gives bits per byte,
+            :class:`TaskDataset` accuracy and the routes of tokens in need.
         kl_weight: Weight of the KL in the course of training; default: the config's.
         uncertainty_threshold: Threshold of gated routing, likewise; a rising one makes tokens hard.
         cost_weight: Weight of the projected cost, likewise.
@@ -125,6 +127,7 @@ class MetaAttentionTrainer(Trainer):
         self.add_callback(Flow(self))
         self.sampler: BlockSampler | None = None
         self._tally = RoutingTally.of(model)
+        self._need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
         if target_cost is not None:
             self._check_target(target_cost)
         self._parts = torch.zeros(6)
@@ -198,6 +201,8 @@ class MetaAttentionTrainer(Trainer):
             inner: Any = self.accelerator.unwrap_model(model)
             threshold = self.economy.value(self.uncertainty_threshold, self.state.global_step)
             inner.set_uncertainty_threshold(threshold)
+        # known of a task, but nothing to learn from
+        inputs = {name: value for name, value in inputs.items() if name != "needs_full"}
         is_logged = self.is_logged_step(self.state.global_step + 1)
         is_steered = self.economy.target is not None
         out = model(
@@ -328,7 +333,8 @@ class MetaAttentionTrainer(Trainer):
     ) -> tuple[None, Tensor, Tensor]:
         """Sums of every row ``[B, F]``, which Trainer gathers without counting a row twice."""
         inputs = self._prepare_inputs(inputs)
-        labels = inputs.pop("labels")[:, 1:]  # [B, T - 1]
+        all_labels, needs_full = inputs.pop("labels"), inputs.pop("needs_full", None)
+        labels = all_labels[:, 1:]  # [B, T - 1]
         with torch.no_grad(), self.compute_loss_context_manager():
             out = model(**inputs, use_cache=False, output_routing=True)
         losses = F.cross_entropy(  # [B, T - 1]
@@ -341,13 +347,21 @@ class MetaAttentionTrainer(Trainer):
         nats = losses.sum(dim=1, dtype=routing.dtype)
         num_predicted = (labels != IGNORED).sum(dim=1)
         rows = torch.cat([torch.stack([nats, num_predicted.to(nats)], dim=1), routing], dim=1)
+        if self._need is not None:
+            assert needs_full is not None
+            predicted = out.logits.argmax(dim=-1)
+            need = self._need.count(predicted, all_labels, needs_full, out.routing_weights)
+            rows = torch.cat([rows, need.to(rows)], dim=1)
         # Trainer reduces nothing without labels
         return None, rows, num_predicted.unsqueeze(1)
 
     def _reduce_rows(self, prediction: EvalPrediction) -> dict[str, float]:
         """Figures of an evaluation, from the sums of its rows."""
-        nats, num_predicted, *sums = torch.as_tensor(prediction.predictions).sum(dim=0).tolist()
-        routing = self._tally.summary_of(torch.tensor(sums, dtype=torch.float64))
+        total = torch.as_tensor(prediction.predictions).double().sum(dim=0)
+        nats, num_predicted = total[:2].tolist()
+        sizes = [len(self._tally.sums), len(total) - 2 - len(self._tally.sums)]
+        routing_sums, need_sums = total[2:].split(sizes)
+        routing = self._tally.summary_of(routing_sums)
         task_loss = nats / num_predicted
         weights = self._weights_after(self.state.global_step)
         kl_loss = weights["kl_weight"] * (routing.kl or 0.0)
@@ -363,6 +377,8 @@ class MetaAttentionTrainer(Trainer):
             metrics["routed_cost"] = routing.routed_cost
         if isinstance(self.eval_dataset, PackedDataset):
             metrics["bits_per_byte"] = self.eval_dataset.bits_per_byte(task_loss)
+        if self._need is not None:
+            metrics |= self._need.result_of(need_sums).flatten()
         return metrics | flatten_routing(routing)
 
     # --- checkpoints ---
