@@ -176,6 +176,55 @@ def test_long_lists_go_in_longer_blocks(monkeypatch):
         test_reference_is_the_definition_gradients_included(case)
 
 
+@pytest.mark.parametrize("sizes", [(768, 192), (20, 7), (7, 7), (5, 1)], ids=str)
+def test_rows_in_parts_are_the_definition(sizes, monkeypatch):
+    """Without a gradient, full attention is put together from parts of the keys."""
+    module = "meta_attention.ops.routed_attention.reference"
+    monkeypatch.setattr(f"{module}.COMMON_BLOCK", sizes[0])
+    monkeypatch.setattr(f"{module}.OWN_BLOCK", sizes[1])
+    for case in CASES:
+        mask, inputs = make_mask(case), make_inputs(case, torch.float64)
+        rows = routed_attention(
+            *inputs,
+            make_plan(case),
+            case.windows,
+            causal=case.causal,
+            mask=mask,
+            impl="reference",
+        )
+        expected = define(case, torch.float64)["rows"]
+        torch.testing.assert_close(rows, expected, rtol=1e-9, atol=1e-9, msg=str(case))
+
+
+def test_rows_in_parts_need_no_kernel_without_a_name(monkeypatch):
+    case = Case()
+    expected = define(case, torch.float64)["rows"]
+    monkeypatch.setattr("meta_attention.ops.routed_attention.reference.FLASH", None)
+    rows = routed_attention(
+        *make_inputs(case, torch.float64), make_plan(case), case.windows, causal=True
+    )
+    torch.testing.assert_close(rows, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_rows_in_parts_round_once_in_half_precision():
+    case = Case(T=400, P=64, routes="full")
+    inputs = make_inputs(case, torch.bfloat16)
+    rows = routed_attention(*inputs, make_plan(case), case.windows, causal=True, impl="reference")
+    exact = define_from([x.double() for x in inputs], case)
+    plain = define_from(inputs, case)
+    assert_within_error_budget("rows", rows, exact, plain)
+
+
+def define_from(inputs: list[Tensor], case: Case) -> Tensor:
+    """Full causal attention by its definition, in the precision of the inputs."""
+    query, key, value = (x.transpose(1, 2) for x in inputs)
+    key, value = (x.repeat_interleave(case.H // case.K, dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * case.P**-0.5
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    return (weights @ value).transpose(1, 2)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_are_the_definition_gradients_included(case, kernel_device):
     exact, plain = define(case, torch.float64), define(case, torch.float32)

@@ -3,11 +3,14 @@
     positions of a list   2 3 | 7 8 | 9 14 | ...      blocks of n queries
     keys of block 7 8     |...======|                 from the lowest bound to the highest
 
-A block is one call of PyTorch's fused attention, so the cost follows the lists. Counts are read on
-the host: on a GPU this waits for the device, which the kernel does not.
+A block is one call of PyTorch's fused attention, so the cost follows the lists. Where no gradient
+is wanted, full attention on a CPU takes a call for the keys that all queries of a large block see,
+without a mask, and one for each of its parts and the keys after them. Counts are read on the host:
+on a GPU this waits for the device, which the kernel does not.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +22,11 @@ from meta_attention.ops.route_plan import RoutePlan
 # faster from 768 queries on, which long lists have to spare
 FULL_BLOCK, LONG_FULL_BLOCK, LOCAL_BLOCK = 256, 768, 64
 LONG_LIST = 4 * LONG_FULL_BLOCK
+
+# PyTorch's kernel for CPUs, which also returns the logarithm of each row's sum: with it, rows can
+# be put together from parts of their keys. It has no public name; without it, blocks are whole
+FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+COMMON_BLOCK, OWN_BLOCK = 768, 192
 
 
 def routed_attention_reference(
@@ -36,18 +44,24 @@ def routed_attention_reference(
     # [B, T, G, heads of a group, P]: each group has its own lists
     queries, keys, values = (x.unflatten(2, (G, -1)) for x in (query, key, value))
     counts: list[list[list[int]]] = plan.counts.tolist()
+    has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    in_parts = causal and mask is None and not has_graph and query.is_cpu and FLASH is not None
 
     def rows_of(index: int, b: int, g: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of a list block by block, and where they belong among all of [B * T * G]."""
         order = plan.positions[b, g, index, : counts[b][g][index]].long()
         window = windows[index]
+        marks = None if mask is None else mask[b]
+        heads = (queries[b, :, g], keys[b, :, g], values[b, :, g])
         size = LOCAL_BLOCK
         if window is None:
             size = FULL_BLOCK if len(order) < LONG_LIST else LONG_FULL_BLOCK
+        if window is None and in_parts:
+            size = COMMON_BLOCK
         for block in order.split(size):
-            if len(block):
-                marks = None if mask is None else mask[b]
-                heads = (queries[b, :, g], keys[b, :, g], values[b, :, g])
+            if len(block) and window is None and in_parts:
+                yield (b * T + block) * G + g, _attend_in_parts(*heads, block)
+            elif len(block):
                 yield (b * T + block) * G + g, _attend(*heads, block, window, causal, marks)
 
     buffers = []
@@ -117,3 +131,31 @@ def _attend(
         visible[None, None],
     )
     return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, block: Tensor) -> Tensor:
+    """As ``_attend`` for full causal attention: keys that all see, then those that only some do."""
+    at = block + (key.shape[0] - query.shape[0])
+    # [1, H, n or S, P]
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query[block], key, value))
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    common = int(at[0]) + 1
+    rows, total = FLASH(q, k[:, :, :common], v[:, :, :common])
+    rows = rows.clone()
+    for start in range(0, len(block), OWN_BLOCK):
+        part = slice(start, start + OWN_BLOCK)
+        i, stop = at[part], int(at[part][-1]) + 1
+        if stop == common:
+            continue
+        visible = torch.arange(common, stop) <= i[:, None]
+        hidden = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+        own, own_total = FLASH(
+            q[:, :, part], k[:, :, common:stop], v[:, :, common:stop], attn_mask=hidden[None, None]
+        )
+        # of a row that sees none of them, the kernel says neither a sum nor that there is none
+        share = torch.where(i >= common, torch.sigmoid(own_total - total[:, :, part]), 0.0)
+        rows[:, :, part] = torch.lerp(
+            rows[:, :, part].to(share.dtype), own.to(share.dtype), share.unsqueeze(-1)
+        ).to(rows.dtype)
+    return rows.squeeze(0).transpose(0, 1)
