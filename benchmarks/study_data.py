@@ -1,8 +1,8 @@
 """Text of the study: one BPE tokenizer and token files, small enough to be copied to a machine.
 
-A cache is a folder: ``manifest.json``, ``tokenizer/``, ``CORPUS.train.bin`` and ``CORPUS.valid.bin``
-(uint16, an end token after every document), and ``CORPUS.valid.txt`` and ``CORPUS.test.txt`` of
-corpora that are evaluated by word, such as WikiText.
+A cache is a folder: ``manifest.json``, ``tokenizer/``, ``CORPUS.train.bin`` and
+``CORPUS.valid.bin`` (uint16, an end token after every document), and ``CORPUS.valid.txt`` and
+``CORPUS.test.txt`` of corpora that are evaluated by word, such as WikiText.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from meta_attention.errors import DataError
 from meta_attention.training.corpus import Corpus, read_corpus, split_corpus, utf8_length
@@ -50,7 +50,7 @@ class Cache:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        return AutoTokenizer.from_pretrained(self.folder / "tokenizer")
+        return PreTrainedTokenizerFast.from_pretrained(self.folder / "tokenizer")
 
     def tokens(self, split: str, device: str) -> dict[str, Tensor]:
         """Token ids of each corpus, int32, in the memory of the device."""

@@ -5,13 +5,14 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from study_run import RESULT, TIMING
-from study_variants import SPARSE, VARIANTS
+from study_variants import EXTRA, VARIANTS
 
 from meta_attention.errors import DataError
 
@@ -48,7 +49,7 @@ def summarise(results: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         groups[result["scale"]][result["variant"]].append(result)
-    order = list(VARIANTS | SPARSE)
+    order = list(VARIANTS | EXTRA)
     tables = {}
     for scale, variants in groups.items():
         rows = [_row(name, variants[name]) for name in sorted(variants, key=order.index)]
@@ -77,7 +78,7 @@ def _row(name: str, runs: Sequence[Row]) -> Row:
     prefills = {key for run in runs for key in run["timing"] if key.startswith("prefill")}
     return {
         "variant": name,
-        "is_routed": (VARIANTS | SPARSE)[name].is_routed,
+        "is_routed": (VARIANTS | EXTRA)[name].is_routed,
         "seeds": sorted(run["seed"] for run in runs),
         "parameters": runs[0]["parameters"],
         "tokens": runs[0]["tokens"],
@@ -123,7 +124,7 @@ def _compare_with_static(rows: list[Row]) -> None:
 
 def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float | None:
     """Between the neighbours of ``at``; None outside."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(points):
         if x0 <= at <= x1:
             return y0 + (at - x0) / max(x1 - x0, 1e-12) * (y1 - y0)
     return None

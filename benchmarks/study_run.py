@@ -1,7 +1,7 @@
 """One run of the study: train a variant, evaluate it, go on where it was cut off.
 
-A run is a folder: ``config.json``, ``metrics.jsonl`` (means over ten steps), ``checkpoint.pt`` while
-it lasts, and ``result.json`` with the model's weights once it is done. Every step draws its text and
+A run is a folder: ``config.json``, ``metrics.jsonl`` (means over ten steps), ``checkpoint.pt``
+while it lasts, and ``result.json`` with ``model/`` once it is done. Every step draws its text and
 its routes from a seed of its own, so that a resumed run goes on as an unbroken one.
 
 Shapes: B sequences, T their length.
@@ -69,14 +69,18 @@ class Training:
         self.variant, self.scale, self.seed, self.device = variant, scale, seed, device
         torch.manual_seed(seed)
         config = variant.model_config(scale, cache.vocab_size)
-        self.model = MetaAttentionForCausalLM(config).to(device).train()
+        self.model = MetaAttentionForCausalLM(config).train()
+        self.model.to(torch.device(device))
         if compile:
             for block in self.model.model.layers:
                 block.compile()
-        decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        rest = [p for p in self.model.parameters() if p.dim() <= 1]
+        parameters = list(self.model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.dim() <= 1]},
+        ]
         self.optimiser = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": rest}],
+            groups,
             lr=scale.lr,
             betas=BETAS,
             weight_decay=0.0,
@@ -334,10 +338,9 @@ def score(
         for ids in blocks.split(batch_size):
             with autocast(str(device)):
                 out = model(ids, use_cache=False, output_routing=True)
-            losses = F.cross_entropy(  # [B, T - 1]
-                out.logits[:, :-1].transpose(1, 2).float(), ids[:, 1:], reduction="none"
-            )
-            nats += losses.sum(dim=0, dtype=torch.float64)
+            logits = out.logits[:, :-1].flatten(0, 1).float()
+            losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+            nats += losses.view(len(ids), -1).sum(dim=0, dtype=torch.float64)
             tally.add(out.routing_weights, None, out.concentrations)
             executed += count_model(model.config, out.routing_weights)
         by_corpus[name] = nats / len(blocks)

@@ -1,4 +1,4 @@
-"""Does routing beat static hybrids on text? Runs of one size, text and number of tokens, side by side.
+"""Does routing beat static hybrids on text? Models of one size on equal tokens, side by side.
 
 Every run is a folder with config.json, metrics.jsonl and result.json; one that was cut off goes on
 when it is started again.
@@ -31,7 +31,7 @@ from pathlib import Path
 import study_report
 import study_run
 from study_data import Cache, prepare
-from study_variants import SCALES, SPARSE, VARIANTS, find_variant
+from study_variants import EXTRA, SCALES, VARIANTS, find_variant
 
 from meta_attention.errors import MetaAttentionError
 
@@ -172,7 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("run", help="train and evaluate one variant")
     _add_run_options(command)
-    command.add_argument("--variant", required=True, choices=[*VARIANTS, *SPARSE])
+    command.add_argument("--variant", required=True, choices=[*VARIANTS, *EXTRA])
     command.add_argument("--seed", type=int, default=0)
     command.add_argument(
         "--stop-at", type=float, default=math.inf, help="seconds of the clock, as of time.time()"
@@ -190,7 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds after which no run starts and those under way save what they have",
     )
     command.add_argument(
-        "--variants", nargs="+", choices=[*VARIANTS, *SPARSE], default=list(VARIANTS)
+        "--variants", nargs="+", choices=[*VARIANTS, *EXTRA], default=list(VARIANTS)
     )
     command.set_defaults(call=run_all)
 

@@ -12,7 +12,12 @@ from meta_attention.config import (
 from meta_attention.errors import ConfigError
 from meta_attention.training.schedule import Schedule
 
-EXPERTS = {"F": ("full",), "L": ("local",), "R": ("full", "linear", "local")}
+EXPERTS = {
+    "F": ("full",),
+    "L": ("local",),
+    "R": ("full", "linear", "local"),
+    "S": ("full", "local"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,8 @@ class Variant:
     """How the layers of a model attend, and what makes its routes cheap.
 
     Args:
-        pattern: A letter per layer, repeated: F full, L local, R routed.
+        pattern: A letter per layer, repeated: F full, L local, R routed among three
+            experts, S among the two of softmax.
         controller: Of the routed layers; a prior-free one is pressed by its cost.
         target: Share of full attention's cost that routed layers are steered to.
         granularity: What has a route of its own.
@@ -122,7 +128,7 @@ class Variant:
 
     @property
     def is_routed(self) -> bool:
-        return "R" in self.pattern
+        return "R" in self.pattern or "S" in self.pattern
 
     def pressure(self, scale: Scale) -> Schedule:
         """Schedule of the weight that makes routes cheap."""
@@ -133,7 +139,8 @@ class Variant:
 
     def work(self) -> float:
         """How long a step takes, roughly, to start long runs first."""
-        letters = {"F": 3.0, "L": 1.0, "R": 6.0 if self.gradient == "all" else 3.0}
+        routed = {"R": 6.0, "S": 4.0} if self.gradient == "all" else {"R": 3.0, "S": 3.0}
+        letters = {"F": 3.0, "L": 1.0} | routed
         return sum(letters[letter] for letter in self.pattern) / len(self.pattern)
 
     def model_config(self, scale: Scale, vocab_size: int) -> MetaAttentionConfig:
@@ -184,16 +191,22 @@ VARIANTS: dict[str, Variant] = {
     for granularity in ("token", "kv_head")
     for target in targets
 }
-# training that saves time too: only chosen experts run; by name, not part of "all"
-SPARSE = {
-    f"{name}-sparse": replace(variant, gradient="chosen")
-    for name, variant in VARIANTS.items()
-    if variant.is_routed
+# by name only, not part of "all": training that saves time too, as only chosen experts run; and no
+# linear expert, whose state every token updates
+_ROUTED = {name: variant for name, variant in VARIANTS.items() if variant.is_routed}
+_WITHOUT_LINEAR = {
+    f"{name}-no-linear": replace(variant, pattern=variant.pattern.replace("R", "S"))
+    for name, variant in _ROUTED.items()
 }
+_SPARSE = {
+    f"{name}-sparse": replace(variant, gradient="chosen")
+    for name, variant in (_ROUTED | _WITHOUT_LINEAR).items()
+}
+EXTRA = _WITHOUT_LINEAR | _SPARSE
 
 
 def find_variant(name: str) -> Variant:
-    known = VARIANTS | SPARSE
+    known = VARIANTS | EXTRA
     if name not in known:
         raise ConfigError(f"variant must be one of {', '.join(known)}, got {name!r}")
     return known[name]
