@@ -140,24 +140,36 @@ class Training:
                 break
         num_steps = self.steps_done - first
         loss, kl, projected_cost, routed_cost = (total / num_steps).tolist()
+        believed_cost = self.of_routed_layers(projected_cost)
         seconds = time.perf_counter() - begin
         self.seconds += seconds
         if not math.isfinite(loss):
             raise ConfigError(f"the loss must be finite, got {loss}; lower it with --set lr=...")
         if self.economy.is_watched:
-            self.economy.observe(self.steps_done, loss, routed_cost)
+            is_believed = self.scale.steer_by == "believed"
+            self.economy.observe(
+                self.steps_done, loss, believed_cost if is_believed else routed_cost
+            )
         return {
             "step": self.steps_done,
             "loss": loss,
             "kl": kl,
             "projected_cost": projected_cost,
             "routed_cost": routed_cost,
+            "believed_cost": believed_cost,
             "pressure": self.economy.value(self.economy.pressure, self.steps_done),
             "multiplier": self.economy.multiplier,
             "lr": self.optimiser.param_groups[0]["lr"],
             "step_ms": 1e3 * seconds / num_steps,
             "tokens_per_s": num_steps * self.scale.batch_size * self.scale.length / seconds,
         }
+
+    def of_routed_layers(self, projected_cost: float) -> float:
+        """Mean cost of the routed layers alone; routes are drawn, so it is that of the belief."""
+        controllers = [block.attention.controller for block in self.model.model.layers]
+        static = [c.costs.item() for c in controllers if len(c.costs) == 1]
+        num_routed = len(controllers) - len(static)
+        return (projected_cost * len(controllers) - sum(static)) / max(1, num_routed)
 
     def save(self, path: Path) -> None:
         state = {
