@@ -14,7 +14,7 @@ import statistics
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from meta_attention.training.economy import WINDOW, Economy
 CONFIG, METRICS, RESULT, TIMING = "config.json", "metrics.jsonl", "result.json", "timing.json"
 CHECKPOINT = "checkpoint.pt"
 WARMUP = 0.05  # of the steps
+Cost = TypeVar("Cost", float, Tensor)
 WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
 
 
@@ -94,6 +95,11 @@ class Training:
                 f"the training text must have more than {scale.length} tokens, got "
                 f"{len(self.text)}; prepare a larger cache"
             )
+        controllers = [block.attention.controller for block in self.model.model.layers]
+        static = [c.costs.item() for c in controllers if len(c.costs) == 1]
+        # parts of the mean over all layers
+        self.static_cost = sum(static) / len(controllers)
+        self.routed_share = max(1, len(controllers) - len(static)) / len(controllers)
         self.steps_done = 0
         self.seconds = 0.0
 
@@ -121,7 +127,7 @@ class Training:
             cost=out.projected_cost,
             cost_weight=0.0 if is_bayesian else weight,
         )
-        loss.backward()
+        (loss + self.scale.hold * self.below_target(out.projected_cost)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         for group in self.optimiser.param_groups:
             group["lr"] = learning_rate(self.scale, self.steps_done)
@@ -146,10 +152,7 @@ class Training:
         if not math.isfinite(loss):
             raise ConfigError(f"the loss must be finite, got {loss}; lower it with --set lr=...")
         if self.economy.is_watched:
-            is_believed = self.scale.steer_by == "believed"
-            self.economy.observe(
-                self.steps_done, loss, believed_cost if is_believed else routed_cost
-            )
+            self.economy.observe(self.steps_done, loss, routed_cost)
         return {
             "step": self.steps_done,
             "loss": loss,
@@ -164,12 +167,20 @@ class Training:
             "tokens_per_s": num_steps * self.scale.batch_size * self.scale.length / seconds,
         }
 
-    def of_routed_layers(self, projected_cost: float) -> float:
+    def below_target(self, projected_cost: Tensor) -> Tensor:
+        """Square of the share by which the mean cost of a batch is below its target, or 0.
+
+        What makes routes cheap can only press less, never pull back: in a short run they fell far
+        below every target and stayed there. Which tokens to spend the rest on is left to the task.
+        """
+        if self.variant.target is None or not self.economy.has_begun(self.steps_done):
+            return torch.zeros_like(projected_cost)
+        saved = 1.0 - self.of_routed_layers(projected_cost) / self.variant.target
+        return saved.clamp(min=0.0).square()
+
+    def of_routed_layers(self, projected_cost: Cost) -> Cost:
         """Mean cost of the routed layers alone; routes are drawn, so it is that of the belief."""
-        controllers = [block.attention.controller for block in self.model.model.layers]
-        static = [c.costs.item() for c in controllers if len(c.costs) == 1]
-        num_routed = len(controllers) - len(static)
-        return (projected_cost * len(controllers) - sum(static)) / max(1, num_routed)
+        return (projected_cost - self.static_cost) / self.routed_share
 
     def save(self, path: Path) -> None:
         state = {

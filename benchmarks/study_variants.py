@@ -39,11 +39,7 @@ class Scale:
     save_every: int
     kl_weight: str = "0->0.02@0.3:0.6"
     cost_weight: str = "0->0.2@0.3:0.6"
-    steer_by: str = "executed"  # what is held at the target: "executed" routes or "believed" ones
-
-    def __post_init__(self) -> None:
-        if self.steer_by not in ("executed", "believed"):
-            raise ConfigError(f"steer_by must be executed or believed, got {self.steer_by!r}")
+    hold: float = 1.0  # weight of falling below the target; see Training.below_target
 
     def with_changes(self, changes: list[str]) -> "Scale":
         """With ``NAME=VALUE`` from a command line."""

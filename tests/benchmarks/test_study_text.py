@@ -114,6 +114,20 @@ def test_a_run_stops_in_time_and_does_not_go_on_with_other_settings(cache, tmp_p
         study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["lr=0.1"])
 
 
+def test_only_a_cost_below_the_target_is_held_up(cache):
+    variant = VARIANTS["bayes-global-token-0.4"]
+    training = study_run.Training(cache, variant, SCALES["tiny"], 0, "cpu")
+    with torch.no_grad():
+        out = training.model.eval()(training.batch(), output_routing=True)
+    # a new model is on full attention in its routed layer
+    assert training.of_routed_layers(out.projected_cost) == pytest.approx(1.0)
+    half = out.projected_cost - 0.8 * training.routed_share
+    assert training.below_target(half) == 0.0
+    training.steps_done = 2
+    assert training.below_target(out.projected_cost) == 0.0
+    torch.testing.assert_close(training.below_target(half), torch.tensor(0.25))
+
+
 def test_seeds_come_one_after_the_other_and_long_runs_first(tmp_path):
     names = ["local", "full", "bayes-all-token-0.25"]
     jobs = study_text.missing_jobs(tmp_path, "tiny", names, 2)
