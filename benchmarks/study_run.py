@@ -1,0 +1,483 @@
+"""One run of the study: train a variant, evaluate it, go on where it was cut off.
+
+A run is a folder: ``config.json``, ``metrics.jsonl`` (means over ten steps), ``checkpoint.pt``
+while it lasts, and ``result.json`` with ``model/`` once it is done. Every step draws its text and
+its routes from a seed of its own, so that a resumed run goes on as an unbroken one.
+
+Shapes: B sequences, T their length.
+"""
+
+import copy
+import json
+import math
+import statistics
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from study_data import Cache
+from study_variants import SCALES, Scale, Variant, find_variant
+from torch import Tensor
+
+from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
+from meta_attention.errors import ConfigError, DataError
+from meta_attention.evaluation.flops import Flops, count_model
+from meta_attention.evaluation.perplexity import evaluating, measure_perplexity
+from meta_attention.evaluation.routing import RoutingTally
+from meta_attention.objective import routing_loss
+from meta_attention.training.economy import WINDOW, Economy
+
+CONFIG, METRICS, RESULT, TIMING = "config.json", "metrics.jsonl", "result.json", "timing.json"
+CHECKPOINT = "checkpoint.pt"
+WARMUP = 0.05  # of the steps
+Cost = TypeVar("Cost", float, Tensor)
+WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
+
+
+def run_folder(runs: Path, scale: str, variant: str, seed: int) -> Path:
+    return runs / f"{scale}-{variant}-seed{seed}"
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Training:
+    """A model with its optimiser and its economy, between two steps.
+
+    Args:
+        cache: Text to train on.
+        variant: What to train.
+        scale: Its sizes.
+        seed: Of weights, text and routes.
+        device: Where.
+        compile: Compile the blocks, which takes a while at the first step.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        variant: Variant,
+        scale: Scale,
+        seed: int,
+        device: str,
+        *,
+        compile: bool = False,
+    ) -> None:
+        self.variant, self.scale, self.seed, self.device = variant, scale, seed, device
+        torch.manual_seed(seed)
+        config = variant.model_config(scale, cache.vocab_size)
+        self.model = MetaAttentionForCausalLM(config).train()
+        self.model.to(torch.device(device))
+        if compile:
+            for block in self.model.model.layers:
+                block.compile()
+        parameters = list(self.model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.dim() <= 1]},
+        ]
+        self.optimiser = torch.optim.AdamW(
+            groups,
+            lr=scale.lr,
+            betas=BETAS,
+            weight_decay=0.0,
+            fused=device == "cuda",
+        )
+        pressure = variant.pressure(scale)
+        self.economy = Economy(scale.steps, pressure, variant.target)
+        self.text = torch.cat(list(cache.tokens("train", device).values()))
+        if len(self.text) <= scale.length:
+            raise DataError(
+                f"the training text must have more than {scale.length} tokens, got "
+                f"{len(self.text)}; prepare a larger cache"
+            )
+        controllers = [block.attention.controller for block in self.model.model.layers]
+        static = [c.costs.item() for c in controllers if len(c.costs) == 1]
+        # parts of the mean over all layers
+        self.static_cost = sum(static) / len(controllers)
+        self.routed_share = max(1, len(controllers) - len(static)) / len(controllers)
+        self.steps_done = 0
+        self.seconds = 0.0
+
+    def batch(self) -> Tensor:
+        """Sequences from anywhere in the text [B, T], int64."""
+        B, T = self.scale.batch_size, self.scale.length
+        starts = torch.randint(len(self.text) - T + 1, (B, 1)).to(self.device, non_blocking=True)
+        return self.text[starts + torch.arange(T, device=self.device)].long()
+
+    def step(self) -> Tensor:
+        """One step; task loss, KL, projected cost and cost of the routed layers, on the device."""
+        # text and routes of a step depend on nothing before it
+        torch.manual_seed(1_000_003 * (self.seed + 1) + self.steps_done)
+        ids = self.batch()
+        weight = self.economy.multiplier * self.economy.value(
+            self.economy.pressure, self.steps_done
+        )
+        is_bayesian = self.variant.controller == "bayesian"
+        with autocast(self.device):
+            out = self.model(ids, labels=ids, use_cache=False, output_routed_cost=True)
+        loss = routing_loss(
+            out.task_loss,
+            out.kl,
+            kl_weight=weight if is_bayesian else 0.0,
+            cost=out.projected_cost,
+            cost_weight=0.0 if is_bayesian else weight,
+        )
+        (loss + self.scale.hold * self.below_target(out.projected_cost)).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate(self.scale, self.steps_done)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.steps_done += 1
+        return torch.stack([out.task_loss, out.kl, out.projected_cost, out.routed_cost]).detach()
+
+    def window(self) -> dict[str, float]:
+        """The steps up to the next multiple of ``WINDOW`` or the end, and their means."""
+        begin, first = time.perf_counter(), self.steps_done
+        total = torch.zeros(4, device=self.device)
+        while True:
+            total += self.step()
+            if self.steps_done % WINDOW == 0 or self.steps_done == self.scale.steps:
+                break
+        num_steps = self.steps_done - first
+        loss, kl, projected_cost, routed_cost = (total / num_steps).tolist()
+        believed_cost = self.of_routed_layers(projected_cost)
+        seconds = time.perf_counter() - begin
+        self.seconds += seconds
+        if not math.isfinite(loss):
+            raise ConfigError(f"the loss must be finite, got {loss}; lower it with --set lr=...")
+        if self.economy.is_watched:
+            self.economy.observe(self.steps_done, loss, routed_cost)
+        return {
+            "step": self.steps_done,
+            "loss": loss,
+            "kl": kl,
+            "projected_cost": projected_cost,
+            "routed_cost": routed_cost,
+            "believed_cost": believed_cost,
+            "pressure": self.economy.value(self.economy.pressure, self.steps_done),
+            "multiplier": self.economy.multiplier,
+            "lr": self.optimiser.param_groups[0]["lr"],
+            "step_ms": 1e3 * seconds / num_steps,
+            "tokens_per_s": num_steps * self.scale.batch_size * self.scale.length / seconds,
+        }
+
+    def below_target(self, projected_cost: Tensor) -> Tensor:
+        """Square of the share by which the mean cost of a batch is below its target, or 0.
+
+        What makes routes cheap can only press less, never pull back: in a short run they fell far
+        below every target and stayed there. Which tokens to spend the rest on is left to the task.
+        """
+        if self.variant.target is None or not self.economy.has_begun(self.steps_done):
+            return torch.zeros_like(projected_cost)
+        saved = 1.0 - self.of_routed_layers(projected_cost) / self.variant.target
+        return saved.clamp(min=0.0).square()
+
+    def of_routed_layers(self, projected_cost: Cost) -> Cost:
+        """Mean cost of the routed layers alone; routes are drawn, so it is that of the belief."""
+        return (projected_cost - self.static_cost) / self.routed_share
+
+    def save(self, path: Path) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "economy": self.economy.state(),
+            "steps_done": self.steps_done,
+            "seconds": self.seconds,
+        }
+        # a run that is killed while it writes has the checkpoint before
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.economy.load(state["economy"])
+        self.steps_done, self.seconds = state["steps_done"], state["seconds"]
+
+
+def run(
+    cache: Cache,
+    runs: Path,
+    variant_name: str,
+    seed: int,
+    scale_name: str,
+    *,
+    changes: list[str] | None = None,
+    device: str | None = None,
+    compile: bool = False,
+    stop_at: float = math.inf,
+) -> dict[str, Any] | None:
+    """Train and evaluate; the result, or None if ``stop_at`` (as of ``time.time``) came first."""
+    variant, device = find_variant(variant_name), device or default_device()
+    scale = SCALES[scale_name].with_changes(changes or [])
+    folder = run_folder(runs, scale_name, variant_name, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    training = Training(cache, variant, scale, seed, device, compile=compile)
+    settings = {
+        "variant": variant_name,
+        "seed": seed,
+        "scale": scale_name,
+        "settings": {name: getattr(scale, name) for name in scale.__slots__},
+        "routing": variant.to_dict(),
+        "text": cache.manifest,
+        "model": training.model.config.to_diff_dict(),
+    }
+    _check_same(folder, settings)
+    if (folder / RESULT).exists():
+        return json.loads((folder / RESULT).read_text())
+    if (folder / CHECKPOINT).exists():
+        training.load(folder / CHECKPOINT)
+        _say(f"going on after step {training.steps_done}")
+    _train(training, folder, stop_at)
+    if time.time() >= stop_at:
+        _say(f"time is over after step {training.steps_done} of {scale.steps}")
+        return None
+    result = {name: settings[name] for name in ("variant", "seed", "scale")}
+    result |= _training_figures(training, folder) | evaluate(training.model, cache, scale)
+    training.model.save_pretrained(folder / "model")
+    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    return result
+
+
+def _check_same(folder: Path, settings: dict[str, Any]) -> None:
+    """A folder holds one run: with other settings it cannot go on."""
+    path, text = folder / CONFIG, json.dumps(settings, indent=1) + "\n"
+    if not path.exists():
+        path.write_text(text)
+        return
+    before, now = json.loads(path.read_text()), json.loads(text)
+    for name in ("settings", "routing", "text"):
+        if before[name] != now[name]:
+            raise ConfigError(
+                f"a run must go on with the {name} it began with, and those of {path} differ; "
+                "give another --out or remove the folder"
+            )
+
+
+def _train(training: Training, folder: Path, stop_at: float) -> None:
+    metrics, scale = folder / METRICS, training.scale
+    rows = metrics.read_text().splitlines() if metrics.exists() else []
+    # of steps that a checkpoint does not know
+    kept = [row for row in rows if json.loads(row)["step"] <= training.steps_done]
+    metrics.write_text("".join(f"{row}\n" for row in kept))
+    saved = training.steps_done
+    with metrics.open("a") as file:
+        while training.steps_done < scale.steps and time.time() < stop_at:
+            row = training.window()
+            print(json.dumps(row), file=file, flush=True)
+            done = training.steps_done
+            if done % (5 * WINDOW) == 0 or done == scale.steps:
+                _say(
+                    f"step {done}/{scale.steps}: loss {row['loss']:.3f}, cost "
+                    f"{row['projected_cost']:.3f}, {row['step_ms']:.0f} ms a step"
+                )
+            if done - saved >= scale.save_every:
+                training.save(folder / CHECKPOINT)
+                saved = done
+    if training.steps_done > saved:
+        training.save(folder / CHECKPOINT)
+
+
+def _training_figures(training: Training, folder: Path) -> dict[str, Any]:
+    rows = [json.loads(row) for row in (folder / METRICS).read_text().splitlines()]
+    late = rows[-max(1, len(rows) // 4) :]
+    tokens = training.steps_done * training.scale.batch_size * training.scale.length
+    return {
+        "parameters": sum(p.numel() for p in training.model.parameters()),
+        "steps": training.steps_done,
+        "tokens": tokens,
+        "train_loss": statistics.mean(row["loss"] for row in late),
+        "seconds": training.seconds,
+        "tokens_per_s": tokens / training.seconds,
+        # with whatever else ran on the device; timing.json is measured alone
+        "step_ms": statistics.median(row["step_ms"] for row in late),
+        "device": torch.cuda.get_device_name() if training.device == "cuda" else training.device,
+        "torch": torch.__version__,
+    }
+
+
+# --- evaluation ---
+
+
+def evaluate(model: MetaAttentionForCausalLM, cache: Cache, scale: Scale) -> dict[str, Any]:
+    """Hard and soft at the length of training, hard at the longest, and by word."""
+    device = str(model.device)
+    texts = {
+        name: text[: scale.eval_tokens] for name, text in cache.tokens("valid", device).items()
+    }
+    config: MetaAttentionConfig = model.config
+    result: dict[str, Any] = {}
+    with evaluating(model):
+        result["hard"] = score(model, texts, scale, scale.length)
+        if scale.longest > scale.length:
+            result["long"] = score(model, texts, scale, scale.longest)
+        config.routing = "soft"
+        result["soft"] = score(model, texts, scale, scale.length)
+        config.routing = "hard"
+    words = {}
+    for name, text, num_words in cache.word_texts():
+        with autocast(device):
+            scored = measure_perplexity(
+                model,
+                cache.tokenizer,
+                text,
+                length=scale.length,
+                stride=scale.length // 2,
+                batch_size=scale.batch_size,
+            )
+        words[name] = {
+            "nats": scored.nats,
+            "words": num_words,
+            "word_perplexity": math.exp(min(scored.nats / num_words, 700.0)),
+            "bits_per_byte": scored.bits_per_byte,
+        }
+    return result | {"words": words}
+
+
+def score(
+    model: MetaAttentionForCausalLM, texts: dict[str, Tensor], scale: Scale, length: int
+) -> dict[str, Any]:
+    """Loss, by corpus and by position, what was executed for it, and how tokens were routed."""
+    device = model.device
+    batch_size = max(1, scale.batch_size * scale.length // length)
+    by_corpus: dict[str, Tensor] = {}  # nats at each position [T - 1]
+    tally = RoutingTally.of(model)
+    attention, controller, num_sequences = 0.0, 0.0, 0
+    for name, text in texts.items():
+        nats = torch.zeros(length - 1, dtype=torch.float64, device=device)
+        blocks = text[: len(text) // length * length].view(-1, length).long()  # [N, T]
+        if not len(blocks):
+            continue
+        executed = Flops()
+        for ids in blocks.split(batch_size):
+            with autocast(str(device)):
+                out = model(ids, use_cache=False, output_routing=True)
+            logits = out.logits[:, :-1].flatten(0, 1).float()
+            losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
+            nats += losses.view(len(ids), -1).sum(dim=0, dtype=torch.float64)
+            tally.add(out.routing_weights, None, out.concentrations)
+            executed += count_model(model.config, out.routing_weights)
+        by_corpus[name] = nats / len(blocks)
+        attention += executed.attention / len(blocks)
+        controller += executed.controller / len(blocks)
+        num_sequences += len(blocks)
+    if not by_corpus:
+        raise DataError(
+            f"the validation text must have {length} tokens at least; prepare a larger cache"
+        )
+    # corpora count the same, however long
+    by_position = torch.stack(list(by_corpus.values())).mean(dim=0)
+    attention, controller = attention / len(by_corpus), controller / len(by_corpus)
+    full = full_flops(model.config, length)
+    return {
+        "length": length,
+        "sequences": num_sequences,
+        "loss": by_position.mean().item(),
+        "loss_by_corpus": {name: loss.mean().item() for name, loss in by_corpus.items()},
+        "loss_by_position": in_buckets(by_position.tolist()),
+        "attention_flops_per_token": attention / length,
+        # shares of what attention costs where every layer is full
+        "attention_flops": attention / full,
+        "attention_and_controller_flops": (attention + controller) / full,
+        "routing": tally.summary().to_dict(),
+    }
+
+
+def in_buckets(by_position: list[float]) -> dict[str, float]:
+    """Mean loss of targets at positions 1 to 127, 128 to 255, 256 to 511, and so on."""
+    buckets, begin, end = {}, 1, 128
+    while begin <= len(by_position):
+        values = by_position[begin - 1 : end - 1]
+        buckets[f"{begin}-{begin + len(values) - 1}"] = statistics.mean(values)
+        begin, end = end, 2 * end
+    return buckets
+
+
+def full_flops(config: MetaAttentionConfig, length: int) -> float:
+    """Attention of one sequence if every layer were full."""
+    full = copy.copy(config)
+    full.experts, full.layer_experts = ("full",), None
+    weights = [torch.ones(1, length, 1)] * config.num_hidden_layers
+    return count_model(full, weights).attention
+
+
+# --- time ---
+
+
+def measure_times(cache: Cache, folder: Path, *, repeats: int = 20) -> dict[str, Any]:
+    """Training step and prefill of a finished run, with the routes it has learned.
+
+    Nothing else may run on the device meanwhile.
+    """
+    settings = json.loads((folder / CONFIG).read_text())
+    scale, device = Scale(**settings["settings"]), default_device()
+    training = Training(cache, find_variant(settings["variant"]), scale, settings["seed"], device)
+    trained = MetaAttentionForCausalLM.from_pretrained(folder / "model")
+    training.model.load_state_dict(trained.state_dict())
+    times: dict[str, Any] = {}
+    with evaluating(training.model):
+        for length in sorted({scale.length, scale.longest}):
+            ids = training.text[:length].long().unsqueeze(0)
+            ids = ids.expand(max(1, scale.batch_size * scale.length // length), -1)
+
+            def prefill(ids: Tensor = ids) -> None:
+                with autocast(device):
+                    training.model(ids, use_cache=False, logits_to_keep=1)
+
+            times[f"prefill_ms_{length}"] = _median_ms(prefill, device, repeats)
+    # the last step's learning rate is next to nothing, so that routes stay what they are
+    training.steps_done = scale.steps - 1
+
+    def step() -> None:
+        training.step()
+        training.steps_done = scale.steps - 1
+
+    times["step_ms"] = _median_ms(step, device, repeats)
+    times["device"] = torch.cuda.get_device_name() if device == "cuda" else device
+    (folder / TIMING).write_text(json.dumps(times, indent=1) + "\n")
+    return times
+
+
+def _median_ms(call: Any, device: str, repeats: int) -> float:
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        wait()
+        begin = time.perf_counter()
+        call()
+        wait()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times)
+
+
+def learning_rate(scale: Scale, step: int) -> float:
+    """Up in a straight line, then down to 0 as a cosine."""
+    warmup = max(1, round(WARMUP * scale.steps))
+    if step < warmup:
+        return scale.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, scale.steps - warmup)
+    return scale.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def autocast(device: str) -> AbstractContextManager[Any]:
+    """Bfloat16 on a GPU, where weights stay in float32."""
+    kind = torch.device(device).type
+    return torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda")
+
+
+def _say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)

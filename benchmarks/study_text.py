@@ -1,0 +1,239 @@
+"""Does routing beat static hybrids on text? Models of one size on equal tokens, side by side.
+
+Every run is a folder with config.json, metrics.jsonl and result.json; one that was cut off goes on
+when it is started again.
+
+    # where the corpora are: one tokenizer, token files of less than 60 MB
+    python benchmarks/study_text.py prepare --data books wiki wikitext-103 --out runs/cache
+
+    # on the GPU: every missing run, six at a time, for nine minutes; again until none is missing
+    python benchmarks/study_text.py all --cache runs/cache --out runs/study --seeds 5 \\
+        --parallel 6 --time-limit 540
+
+    # one run, with other sizes; then times measured alone, tables and the plot
+    python benchmarks/study_text.py run --cache runs/cache --out runs/study --variant full \\
+        --seed 0 --scale small --set steps=400 batch_size=32
+    python benchmarks/study_text.py time --cache runs/cache --runs runs/study
+    python benchmarks/study_text.py report --runs runs/study
+
+"NAME --help" says more of each.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import study_report
+import study_run
+from study_data import Cache, prepare
+from study_variants import EXTRA, SCALES, VARIANTS, find_variant
+
+from meta_attention.errors import MetaAttentionError
+
+LOG = "log.txt"
+
+
+@dataclass(slots=True)
+class Job:
+    """A run that is missing, or under way."""
+
+    variant: str
+    seed: int
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return (self.folder / study_run.RESULT).exists()
+
+    def __str__(self) -> str:
+        return f"{self.variant} seed {self.seed}"
+
+
+def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> list[Job]:
+    """All variants of a seed before the next seed; of one seed the longest first."""
+    jobs = [
+        Job(name, seed, study_run.run_folder(runs, scale, name, seed))
+        for seed in range(seeds)
+        for name in sorted(variants, key=lambda name: -find_variant(name).work())
+    ]
+    return [job for job in jobs if not job.is_done]
+
+
+def run_all(args: argparse.Namespace) -> int:
+    """Runs side by side; how many failed."""
+    Cache.open(args.cache)
+    waiting = missing_jobs(args.out, args.scale, args.variants, args.seeds)
+    total, begin = len(waiting), time.time()
+    _say(f"{total} of {args.seeds * len(args.variants)} runs are missing")
+    running: list[Job] = []
+    finished = failed = cut_off = 0
+    try:
+        while running or (waiting and time.time() < begin + args.time_limit):
+            if waiting and len(running) < args.parallel and time.time() < begin + args.time_limit:
+                running.append(start(waiting.pop(0), args, begin + args.time_limit))
+                continue
+            over = [job for job in running if job.process and job.process.poll() is not None]
+            for job in over:
+                running.remove(job)
+                assert job.process is not None
+                seconds = time.time() - job.started
+                last = ((job.folder / LOG).read_text().splitlines() or ["no output"])[-1]
+                if job.process.returncode:
+                    failed += 1
+                    _say(f"{job} FAILED after {seconds:.0f} s: {last}")
+                elif job.is_done:
+                    finished += 1
+                    _say(f"{finished}/{total} {job}: {last}, {seconds:.0f} s")
+                else:
+                    cut_off += 1
+                    _say(f"{job} cut off: {last}")
+            if not over:
+                time.sleep(0.2)
+    finally:
+        for job in running:
+            if job.process is not None:
+                job.process.terminate()
+    left = len(waiting) + cut_off
+    _say(
+        f"{finished} finished, {failed} failed, {left} left"
+        + ("; run the same command again" if left else "")
+    )
+    return failed
+
+
+def start(job: Job, args: argparse.Namespace, stop_at: float) -> Job:
+    command = [sys.executable, __file__, "run", "--cache", str(args.cache), "--out", str(args.out)]
+    command += ["--variant", job.variant, "--seed", str(job.seed), "--scale", args.scale]
+    command += ["--stop-at", str(stop_at)]
+    command += ["--compile"] if args.compile else []
+    command += ["--set", *args.set] if args.set else []
+    threads = str(max(1, (os.cpu_count() or 1) // args.parallel))
+    job.folder.mkdir(parents=True, exist_ok=True)
+    job.started = time.time()
+    with (job.folder / LOG).open("wb") as log:
+        job.process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": threads} | os.environ,
+        )
+    return job
+
+
+def run_one(args: argparse.Namespace) -> int:
+    result = study_run.run(
+        Cache.open(args.cache),
+        args.out,
+        args.variant,
+        args.seed,
+        args.scale,
+        changes=args.set,
+        compile=args.compile,
+        stop_at=args.stop_at,
+    )
+    if result is not None:
+        hard, soft = result["hard"], result["soft"]
+        print(
+            f"loss {hard['loss']:.4f} hard, {soft['loss']:.4f} soft, attention FLOPs "
+            f"{hard['attention_flops']:.3f}, {result['tokens_per_s']:,.0f} tokens/s"
+        )
+    return 0
+
+
+def time_all(args: argparse.Namespace) -> int:
+    cache = Cache.open(args.cache)
+    for path in sorted(args.runs.glob(f"*-seed{args.seed}/{study_run.RESULT}")):
+        if not path.with_name(study_run.TIMING).exists():
+            times = study_run.measure_times(cache, path.parent, repeats=args.repeats)
+            shown = [f"{name} {ms:.2f}" for name, ms in times.items() if name != "device"]
+            _say(f"{path.parent.name}: {', '.join(shown)}")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("prepare", help="train the tokenizer, write token files")
+    command.add_argument("--data", type=Path, nargs="+", required=True, help="folders or files")
+    command.add_argument("--out", type=Path, required=True, help="folder of the cache")
+    command.add_argument("--vocab", type=int, default=4096)
+    command.add_argument("--max-tokens", type=int, default=24_000_000, help="to train on, in all")
+    command.set_defaults(call=lambda args: bool(prepare_cache(args)))
+
+    command = commands.add_parser("run", help="train and evaluate one variant")
+    _add_run_options(command)
+    command.add_argument("--variant", required=True, choices=[*VARIANTS, *EXTRA])
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument(
+        "--stop-at", type=float, default=math.inf, help="seconds of the clock, as of time.time()"
+    )
+    command.set_defaults(call=run_one)
+
+    command = commands.add_parser("all", help="every missing run, several side by side")
+    _add_run_options(command)
+    command.add_argument("--seeds", type=int, default=5)
+    command.add_argument("--parallel", type=int, default=6, help="runs at a time")
+    command.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        help="seconds after which no run starts and those under way save what they have",
+    )
+    command.add_argument(
+        "--variants", nargs="+", choices=[*VARIANTS, *EXTRA], default=list(VARIANTS)
+    )
+    command.set_defaults(call=run_all)
+
+    command = commands.add_parser("time", help="steps and prefills of finished runs, one by one")
+    command.add_argument("--cache", type=Path, required=True)
+    command.add_argument("--runs", type=Path, required=True)
+    command.add_argument("--seed", type=int, default=0, help="the seed whose runs are timed")
+    command.add_argument("--repeats", type=int, default=20)
+    command.set_defaults(call=time_all)
+
+    command = commands.add_parser("report", help="table, report.json and plots")
+    command.add_argument("--runs", type=Path, required=True)
+    command.set_defaults(call=lambda args: not study_report.report(args.runs))
+    return parser
+
+
+def _add_run_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--cache", type=Path, required=True, help="what prepare wrote")
+    command.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    command.add_argument("--scale", choices=list(SCALES), default="small")
+    command.add_argument("--compile", action="store_true", help="compile the blocks")
+    command.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="change the scale: steps=400"
+    )
+
+
+def prepare_cache(args: argparse.Namespace) -> int:
+    prepare(args.data, args.out, vocab=args.vocab, max_tokens=args.max_tokens)
+    return 0
+
+
+def _say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = build_parser().parse_args(arguments)
+    try:
+        return int(bool(args.call(args)))
+    except MetaAttentionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

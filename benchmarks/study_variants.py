@@ -1,0 +1,213 @@
+"""What the study compares, as data: sizes of models, and where each variant attends how."""
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from meta_attention.config import (
+    ControllerName,
+    MetaAttentionConfig,
+    RouteGradient,
+    RouteGranularity,
+)
+from meta_attention.errors import ConfigError
+from meta_attention.training.schedule import Schedule
+
+EXPERTS = {
+    "F": ("full",),
+    "L": ("local",),
+    "R": ("full", "linear", "local"),
+    "S": ("full", "local"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of a model, its training and its evaluation: the same for all variants."""
+
+    length: int  # of training, T
+    window_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int  # a multiple of 6, so that every pattern repeats
+    heads: int
+    kv_heads: int
+    batch_size: int
+    steps: int
+    lr: float
+    eval_tokens: int  # of each corpus
+    longest: int  # tokens of the longest evaluated sequence, >= length
+    save_every: int
+    kl_weight: str = "0->0.02@0.3:0.6"
+    cost_weight: str = "0->0.2@0.3:0.6"
+    hold: float = 1.0  # weight of falling below the target; see Training.below_target
+
+    def with_changes(self, changes: list[str]) -> "Scale":
+        """With ``NAME=VALUE`` from a command line."""
+        types = {field.name: field.type for field in fields(self)}
+        values: dict[str, Any] = {}
+        for change in changes:
+            name, _, value = change.partition("=")
+            if name not in types:
+                raise ConfigError(f"a setting must be one of {', '.join(types)}, got {name!r}")
+            try:
+                values[name] = types[name](value)  # type: ignore[operator]
+            except ValueError as error:
+                raise ConfigError(f"{name} must be a number, got {value!r}") from error
+        return replace(self, **values)
+
+
+SCALES = {
+    # seconds on a CPU: for tests
+    "tiny": Scale(
+        length=64,
+        window_size=8,
+        hidden_size=32,
+        intermediate_size=64,
+        layers=6,
+        heads=2,
+        kv_heads=2,
+        batch_size=2,
+        steps=3,
+        lr=1e-3,
+        eval_tokens=256,
+        longest=64,
+        save_every=2,
+    ),
+    # 7.4M parameters
+    "small": Scale(
+        length=2048,
+        window_size=128,
+        hidden_size=256,
+        intermediate_size=1024,
+        layers=6,
+        heads=4,
+        kv_heads=4,
+        batch_size=16,
+        steps=600,
+        lr=2e-3,
+        eval_tokens=1 << 19,
+        longest=2048,
+        save_every=200,
+    ),
+    # 30M parameters
+    "medium": Scale(
+        length=4096,
+        window_size=128,
+        hidden_size=512,
+        intermediate_size=1024,
+        layers=12,
+        heads=8,
+        kv_heads=4,
+        batch_size=16,
+        steps=800,
+        lr=1e-3,
+        eval_tokens=1 << 19,
+        longest=16384,
+        save_every=200,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How the layers of a model attend, and what makes its routes cheap.
+
+    Args:
+        pattern: A letter per layer, repeated: F full, L local, R routed among three
+            experts, S among the two of softmax.
+        controller: Of the routed layers; a prior-free one is pressed by its cost.
+        target: Share of full attention's cost that routed layers are steered to.
+        granularity: What has a route of its own.
+        gradient: ``"chosen"`` trains with the kernels of hard routing, ``"all"`` runs all experts.
+    """
+
+    pattern: str
+    controller: ControllerName = "bayesian"
+    target: float | None = None
+    granularity: RouteGranularity = "token"
+    gradient: RouteGradient = "all"
+
+    @property
+    def is_routed(self) -> bool:
+        return "R" in self.pattern or "S" in self.pattern
+
+    def pressure(self, scale: Scale) -> Schedule:
+        """Schedule of the weight that makes routes cheap."""
+        if not self.is_routed:
+            return Schedule.constant(0.0)
+        is_bayesian = self.controller == "bayesian"
+        return Schedule.parse(scale.kl_weight if is_bayesian else scale.cost_weight)
+
+    def work(self) -> float:
+        """How long a step takes, roughly, to start long runs first."""
+        routed = {"R": 6.0, "S": 4.0} if self.gradient == "all" else {"R": 3.0, "S": 3.0}
+        letters = {"F": 3.0, "L": 1.0} | routed
+        return sum(letters[letter] for letter in self.pattern) / len(self.pattern)
+
+    def model_config(self, scale: Scale, vocab_size: int) -> MetaAttentionConfig:
+        pattern = self.pattern * (scale.layers // len(self.pattern))
+        return MetaAttentionConfig(
+            vocab_size=vocab_size,
+            hidden_size=scale.hidden_size,
+            intermediate_size=scale.intermediate_size,
+            num_hidden_layers=scale.layers,
+            num_attention_heads=scale.heads,
+            num_key_value_heads=scale.kv_heads,
+            max_position_embeddings=scale.longest,
+            tie_word_embeddings=True,
+            layer_experts=[EXPERTS[letter] for letter in pattern],
+            expert_costs="flops",
+            cost_length=scale.length,
+            window_size=scale.window_size,
+            controller=self.controller,
+            start_expert="full" if self.is_routed else None,
+            training_weights="one_hot",
+            route_gradient=self.gradient,
+            route_granularity=self.granularity,
+            routing="hard",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# in a group of layers the full one has layers after it, which can use what it found
+HYBRID = "LLLFLL"
+# of the routed layers; in all layers, or in the full layers of the hybrid
+TARGETS = {"all": (0.15, 0.25, 0.4), "global": (0.2, 0.4, 0.6)}
+ROUTED_PATTERNS = {"all": "R", "global": HYBRID.replace("F", "R")}
+
+VARIANTS: dict[str, Variant] = {
+    "full": Variant("F"),
+    "local": Variant("L"),
+    "hybrid-1-1": Variant("LF"),
+    "hybrid-1-2": Variant("LFL"),
+    "hybrid-1-5": Variant(HYBRID),
+    "prior-free-all-0.25": Variant("R", "prior_free", target=0.25),
+} | {
+    f"bayes-{where}-{granularity}-{target}": Variant(
+        ROUTED_PATTERNS[where], target=target, granularity=granularity
+    )
+    for where, targets in TARGETS.items()
+    for granularity in ("token", "kv_head")
+    for target in targets
+}
+# by name only, not part of "all": training that saves time too, as only chosen experts run; and no
+# linear expert, whose state every token updates
+_ROUTED = {name: variant for name, variant in VARIANTS.items() if variant.is_routed}
+_WITHOUT_LINEAR = {
+    f"{name}-no-linear": replace(variant, pattern=variant.pattern.replace("R", "S"))
+    for name, variant in _ROUTED.items()
+}
+_SPARSE = {
+    f"{name}-sparse": replace(variant, gradient="chosen")
+    for name, variant in (_ROUTED | _WITHOUT_LINEAR).items()
+}
+EXTRA = _WITHOUT_LINEAR | _SPARSE
+
+
+def find_variant(name: str) -> Variant:
+    known = VARIANTS | EXTRA
+    if name not in known:
+        raise ConfigError(f"variant must be one of {', '.join(known)}, got {name!r}")
+    return known[name]

@@ -1,0 +1,173 @@
+"""The text study, at sizes a CPU runs in seconds."""
+
+import json
+import math
+
+import pytest
+import study_report
+import study_run
+import study_text
+import torch
+from study_data import Cache, prepare
+from study_variants import EXTRA, SCALES, VARIANTS
+
+from meta_attention.errors import ConfigError
+from meta_attention.training.corpus import embedded_corpus
+
+STEPS = "steps=20"
+
+
+@pytest.fixture(scope="module")
+def text():
+    return embedded_corpus().documents
+
+
+@pytest.fixture(scope="module")
+def cache(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "manual").mkdir()
+    lines = [json.dumps({"text": document}) for document in text[:20]]
+    (folder / "manual" / "train-0.jsonl").write_text("\n".join(lines[:15]))
+    (folder / "manual" / "valid.jsonl").write_text("\n".join(lines[15:]))
+    (folder / "words").mkdir()
+    (folder / "words" / "wiki.valid.tokens").write_text(" \n = A title = \n \n two words \n")
+    sources = [folder / "manual", folder / "words"]
+    prepare(sources, folder / "cache", vocab=300, max_tokens=8000)
+    return Cache.open(folder / "cache")
+
+
+def losses(folder):
+    return [json.loads(row)["loss"] for row in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_cache_has_the_tokens_it_was_asked_for_and_the_words_as_wikitext_counts_them(cache, text):
+    train, valid = (cache.tokens(split, "cpu")["manual"] for split in ("train", "valid"))
+    assert len(train) == 8000
+    assert len(valid) == 400
+    end = cache.manifest["eos_token_id"]
+    first = train[: train.tolist().index(end)]
+    assert cache.tokenizer.decode(first) == text[0]
+    [(name, kept, words)] = cache.word_texts()
+    # = A title = and two words, and four line ends
+    assert (name, words) == ("words.valid", 6 + 4)
+    assert kept == " \n = A title = \n \n two words \n"
+
+
+@pytest.mark.parametrize(
+    "variant", ["hybrid-1-2", "bayes-global-kv_head-0.4", "prior-free-all-0.25"]
+)
+def test_a_run_leaves_config_metrics_and_result(cache, tmp_path, variant):
+    arguments = ["--cache", str(cache.folder), "--out", str(tmp_path), "--scale", "tiny"]
+    assert study_text.main(["run", *arguments, "--variant", variant, "--seed", "1"]) == 0
+    folder = tmp_path / f"tiny-{variant}-seed1"
+    assert json.loads((folder / "config.json").read_text())["routing"]["pattern"]
+    assert len(losses(folder)) == 1
+    result = json.loads((folder / "result.json").read_text())
+    assert result["steps"] == 3
+    assert 4.0 < result["hard"]["loss"] < 7.0
+    assert math.isfinite(result["words"]["words.valid"]["word_perplexity"])
+    assert not (folder / "checkpoint.pt").exists()
+
+
+def test_static_variants_cost_what_their_layers_do(cache):
+    scale = SCALES["tiny"]
+    shares = {}
+    for name in ("full", "local", "hybrid-1-1", "hybrid-1-2", "hybrid-1-5"):
+        training = study_run.Training(cache, VARIANTS[name], scale, 0, "cpu")
+        with torch.no_grad():
+            shares[name] = study_run.score(
+                training.model.eval(), cache.tokens("valid", "cpu"), scale, scale.length
+            )["attention_flops"]
+    local = shares["local"]
+    assert shares["full"] == pytest.approx(1.0)
+    assert 0.0 < local < 0.3
+    for name, share in (("hybrid-1-1", 1 / 2), ("hybrid-1-2", 1 / 3), ("hybrid-1-5", 1 / 6)):
+        assert shares[name] == pytest.approx(share + (1.0 - share) * local)
+
+
+def test_a_run_that_was_cut_off_goes_on_as_an_unbroken_one(cache, tmp_path, monkeypatch):
+    def run(out):
+        return study_run.run(cache, out, "bayes-all-token-0.25", 0, "tiny", changes=[STEPS])
+
+    whole = run(tmp_path / "whole")
+    save = study_run.Training.save
+
+    def save_and_stop(training, path):
+        save(training, path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study_run.Training, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut")
+    monkeypatch.undo()
+    folder = "tiny-bayes-all-token-0.25-seed0"
+    assert len(losses(tmp_path / "cut" / folder)) == 1
+    resumed = run(tmp_path / "cut")
+    assert losses(tmp_path / "cut" / folder) == losses(tmp_path / "whole" / folder)
+    assert resumed["hard"]["loss"] == whole["hard"]["loss"]
+
+
+def test_a_run_stops_in_time_and_does_not_go_on_with_other_settings(cache, tmp_path):
+    assert study_run.run(cache, tmp_path, "local", 0, "tiny", stop_at=0.0) is None
+    assert not (tmp_path / "tiny-local-seed0" / "result.json").exists()
+    with pytest.raises(ConfigError, match="settings it began with"):
+        study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["lr=0.1"])
+
+
+def test_only_a_cost_below_the_target_is_held_up(cache):
+    variant = VARIANTS["bayes-global-token-0.4"]
+    training = study_run.Training(cache, variant, SCALES["tiny"], 0, "cpu")
+    with torch.no_grad():
+        out = training.model.eval()(training.batch(), output_routing=True)
+    # a new model is on full attention in its routed layer
+    assert training.of_routed_layers(out.projected_cost) == pytest.approx(1.0)
+    half = out.projected_cost - 0.8 * training.routed_share
+    assert training.below_target(half) == 0.0
+    training.steps_done = 2
+    assert training.below_target(out.projected_cost) == 0.0
+    torch.testing.assert_close(training.below_target(half), torch.tensor(0.25))
+
+
+def test_seeds_come_one_after_the_other_and_long_runs_first(tmp_path):
+    names = ["local", "full", "bayes-all-token-0.25"]
+    jobs = study_text.missing_jobs(tmp_path, "tiny", names, 2)
+    assert [(job.seed, job.variant) for job in jobs] == [
+        (seed, name) for seed in (0, 1) for name in reversed(names)
+    ]
+
+
+def test_a_report_has_means_intervals_and_the_distance_to_static_variants(cache, tmp_path):
+    for variant in ("full", "local", "bayes-global-token-0.4-no-linear"):
+        for seed in (0, 1):
+            study_run.run(cache, tmp_path, variant, seed, "tiny", changes=["steps=1"])
+    study_run.measure_times(cache, tmp_path / "tiny-full-seed0", repeats=1)
+    rows = {row["variant"]: row for row in study_report.report(tmp_path)["tiny"]}
+    full = rows["full"]["loss"]
+    assert full["n"] == 2
+    assert full["interval"] > 0.0
+    assert rows["full"]["step_ms"]["n"] == 1
+    assert rows["bayes-global-token-0.4-no-linear"]["beyond_static"] is not None
+    assert (tmp_path / "frontier-tiny.png").stat().st_size > 0
+    assert json.loads((tmp_path / "report.json").read_text())["tiny"]
+
+
+def test_an_interval_is_student_t():
+    assert study_report.interval([1.0]) is None
+    assert study_report.interval([1.0, 2.0, 3.0]) == pytest.approx(4.30 / math.sqrt(3.0))
+
+
+@pytest.mark.parametrize("name", VARIANTS | EXTRA)
+def test_every_variant_is_a_model_of_every_scale(name):
+    for scale in SCALES.values():
+        config = (VARIANTS | EXTRA)[name].model_config(scale, 4096)
+        assert len(config.layer_experts) == scale.layers
+
+
+def test_errors_say_what_to_do(tmp_path, capsys):
+    arguments = ["--cache", str(tmp_path), "--out", str(tmp_path / "runs"), "--variant", "full"]
+    assert study_text.main(["run", *arguments]) == 2
+    assert "prepare --data" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="a setting must be one of"):
+        SCALES["tiny"].with_changes(["stepz=3"])
+    with pytest.raises(ConfigError, match="steps must be a number"):
+        SCALES["tiny"].with_changes(["steps=many"])
