@@ -176,7 +176,7 @@ def test_long_lists_go_in_longer_blocks(monkeypatch):
         test_reference_is_the_definition_gradients_included(case)
 
 
-@pytest.mark.parametrize("sizes", [(768, 192), (20, 7), (7, 7), (5, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(20, 7), (7, 7), (5, 1)], ids=str)
 def test_rows_in_parts_are_the_definition(sizes, monkeypatch):
     """Without a gradient, full attention is put together from parts of the keys."""
     module = "meta_attention.ops.routed_attention.reference"
@@ -207,7 +207,7 @@ def test_rows_in_parts_need_no_kernel_without_a_name(monkeypatch):
 
 
 def test_rows_in_parts_round_once_in_half_precision():
-    case = Case(T=400, P=64, routes="full")
+    case = Case(T=800, P=64, routes="full")
     inputs = make_inputs(case, torch.bfloat16)
     rows = routed_attention(*inputs, make_plan(case), case.windows, causal=True, impl="reference")
     exact = define_from([x.double() for x in inputs], case)

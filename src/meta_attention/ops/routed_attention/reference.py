@@ -56,10 +56,10 @@ def routed_attention_reference(
         size = LOCAL_BLOCK
         if window is None:
             size = FULL_BLOCK if len(order) < LONG_LIST else LONG_FULL_BLOCK
-        if window is None and in_parts:
-            size = COMMON_BLOCK
-        for block in order.split(size):
-            if len(block) and window is None and in_parts:
+        # a short list has little to gain
+        splits = in_parts and window is None and len(order) >= COMMON_BLOCK
+        for block in order.split(COMMON_BLOCK if splits else size):
+            if len(block) and splits:
                 yield (b * T + block) * G + g, _attend_in_parts(*heads, block)
             elif len(block):
                 yield (b * T + block) * G + g, _attend(*heads, block, window, causal, marks)
