@@ -53,6 +53,9 @@ SUM_STAGES = 6
 # multiprocessor, or two if heads are narrow
 MAX_REGISTERS = {64: 80, 128: 128}
 
+# numbers that say where in its tensors a list lies
+LIST_STRIDES = ("stride_pb", "stride_pg", "stride_rb", "stride_rg")
+
 # two groups of 64 columns for each multiprocessor of a large GPU, in one program or in two
 PROGRAMS = 264
 

@@ -32,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix
 from meta_attention.ops.launch import launch
+from meta_attention.ops.linear_attention.hopper import LIST_STRIDES
 from meta_attention.ops.route_plan import RANK_BLOCK
 from meta_attention.ops.routed_attention.hopper import copy_tile, tile_layout
 
@@ -46,15 +47,6 @@ MIN_SEGMENT = 256
 
 # two programs have room on a multiprocessor; twice as many as the largest GPU runs at a time
 PROGRAMS = 512
-
-# numbers that say where in its tensors a list lies
-LISTS = (
-    "stride_pb",
-    "stride_pg",
-    "stride_rb",
-    "stride_rg",
-    "num_ranks",
-)
 
 # renamed between the versions of Triton we run on
 wait_for_warps = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -526,7 +518,7 @@ def launch_key_gradients(
         (B * K * 2 * (P // COLUMNS), N, 1),
         (*described, packed_pull, d_states, d_norms, d_key, d_value, *of_lists),
         (
-            *(lists[name] for name in LISTS),
+            *(lists[name] for name in (*LIST_STRIDES, "num_ranks")),
             *(T, K, N, segment // CHUNK, *key_offsets, *value_offsets),
         ),
         {

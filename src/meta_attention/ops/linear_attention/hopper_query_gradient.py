@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from meta_attention.ops.launch import launch
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
+    LIST_STRIDES,
     afresh,
     aligned,
     all_warps,
@@ -643,7 +644,7 @@ def walk_query_gradients(
         (
             *(T, K, chunks, *k_offsets, *v_offsets),
             *(*strides_of(query), *strides_of(rows), *strides_of(grad)),
-            *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
+            *(lists[name] for name in LIST_STRIDES),
         ),
         {
             "GROUP": lists["GROUP"],

@@ -25,6 +25,7 @@ from meta_attention.ops.launch import launch
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
     COLUMNS,
+    LIST_STRIDES,
     MAX_REGISTERS,
     PART,
     aligned,
@@ -442,7 +443,7 @@ def walk_rows(
         (query, k_desc, v_desc, states, norms, rows, normaliser, *of_lists),
         (
             *(T, K, chunks, *k_offsets, *v_offsets, *strides_of(query), *rows.stride()[:3]),
-            *(lists[name] for name in ("stride_pb", "stride_pg", "stride_rb", "stride_rg")),
+            *(lists[name] for name in LIST_STRIDES),
         ),
         {
             "GROUP": lists["GROUP"],
