@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from study_run import RESULT, TIMING
-from study_variants import EXTRA, VARIANTS
+from study_variants import VARIANTS, base_and_endings, find_variant
 
 from meta_attention.errors import DataError
 
@@ -49,10 +49,15 @@ def summarise(results: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         groups[result["scale"]][result["variant"]].append(result)
-    order = list(VARIANTS | EXTRA)
+    order = list(VARIANTS)
+
+    def place(name: str) -> tuple[int, list[str]]:
+        base, endings = base_and_endings(name)
+        return order.index(base), endings
+
     tables = {}
     for scale, variants in groups.items():
-        rows = [_row(name, variants[name]) for name in sorted(variants, key=order.index)]
+        rows = [_row(name, variants[name]) for name in sorted(variants, key=place)]
         _compare_with_static(rows)
         tables[scale] = rows
     return tables
@@ -78,7 +83,7 @@ def _row(name: str, runs: Sequence[Row]) -> Row:
     prefills = {key for run in runs for key in run["timing"] if key.startswith("prefill")}
     return {
         "variant": name,
-        "is_routed": (VARIANTS | EXTRA)[name].is_routed,
+        "is_routed": find_variant(name).is_routed,
         "seeds": sorted(run["seed"] for run in runs),
         "parameters": runs[0]["parameters"],
         "tokens": runs[0]["tokens"],

@@ -118,6 +118,8 @@ class Training:
             self.economy.pressure, self.steps_done
         )
         is_bayesian = self.variant.controller == "bayesian"
+        if self.steps_done >= self.scale.argmax_from * self.scale.steps:
+            self.model.config.training_weights = "mean"
         with autocast(self.device):
             out = self.model(ids, labels=ids, use_cache=False, output_routed_cost=True)
         loss = routing_loss(

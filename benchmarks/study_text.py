@@ -31,11 +31,12 @@ from pathlib import Path
 import study_report
 import study_run
 from study_data import Cache, prepare
-from study_variants import EXTRA, SCALES, VARIANTS, find_variant
+from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 
 from meta_attention.errors import MetaAttentionError
 
 LOG = "log.txt"
+KNOWN = f"{', '.join(VARIANTS)}; routed ones also with {', '.join(f'-{name}' for name in ENDINGS)} after it"
 
 
 @dataclass(slots=True)
@@ -172,7 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("run", help="train and evaluate one variant")
     _add_run_options(command)
-    command.add_argument("--variant", required=True, choices=[*VARIANTS, *EXTRA])
+    command.add_argument("--variant", required=True, help=KNOWN)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument(
         "--stop-at", type=float, default=math.inf, help="seconds of the clock, as of time.time()"
@@ -190,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="seconds after which no run starts and those under way save what they have",
     )
     command.add_argument(
-        "--variants", nargs="+", choices=[*VARIANTS, *EXTRA], default=list(VARIANTS)
+        "--variants", nargs="+", default=list(VARIANTS), metavar="VARIANT", help=KNOWN
     )
     command.set_defaults(call=run_all)
 

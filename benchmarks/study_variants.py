@@ -1,5 +1,6 @@
 """What the study compares, as data: sizes of models, and where each variant attends how."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ from meta_attention.config import (
     MetaAttentionConfig,
     RouteGradient,
     RouteGranularity,
+    TrainingWeights,
 )
 from meta_attention.errors import ConfigError
 from meta_attention.training.schedule import Schedule
@@ -40,6 +42,7 @@ class Scale:
     kl_weight: str = "0->0.02@0.3:0.6"
     cost_weight: str = "0->0.2@0.3:0.6"
     hold: float = 1.0  # weight of falling below the target; see Training.below_target
+    argmax_from: float = 1.0  # share of the steps after which routes are no longer drawn
 
     def with_changes(self, changes: list[str]) -> "Scale":
         """With ``NAME=VALUE`` from a command line."""
@@ -119,6 +122,7 @@ class Variant:
         target: Share of full attention's cost that routed layers are steered to.
         granularity: What has a route of its own.
         gradient: ``"chosen"`` trains with the kernels of hard routing, ``"all"`` runs all experts.
+        draw: What routes are made from in training.
     """
 
     pattern: str
@@ -126,6 +130,7 @@ class Variant:
     target: float | None = None
     granularity: RouteGranularity = "token"
     gradient: RouteGradient = "all"
+    draw: TrainingWeights = "one_hot"
 
     @property
     def is_routed(self) -> bool:
@@ -161,7 +166,7 @@ class Variant:
             window_size=scale.window_size,
             controller=self.controller,
             start_expert="full" if self.is_routed else None,
-            training_weights="one_hot",
+            training_weights=self.draw,
             route_gradient=self.gradient,
             route_granularity=self.granularity,
             routing="hard",
@@ -192,22 +197,40 @@ VARIANTS: dict[str, Variant] = {
     for granularity in ("token", "kv_head")
     for target in targets
 }
-# by name only, not part of "all": training that saves time too, as only chosen experts run; and no
-# linear expert, whose state every token updates
-_ROUTED = {name: variant for name, variant in VARIANTS.items() if variant.is_routed}
-_WITHOUT_LINEAR = {
-    f"{name}-no-linear": replace(variant, pattern=variant.pattern.replace("R", "S"))
-    for name, variant in _ROUTED.items()
+
+
+# by name only, not part of "all": a routed variant with endings, such as
+# bayes-all-token-0.25-no-linear-sparse
+ENDINGS: dict[str, Callable[[Variant], Variant]] = {
+    # without the expert whose state every token updates
+    "no-linear": lambda v: replace(v, pattern=v.pattern.replace("R", "S")),
+    # training saves time too, as only chosen experts run
+    "sparse": lambda v: replace(v, gradient="chosen"),
+    "thompson": lambda v: replace(v, draw="sample"),
+    "argmax": lambda v: replace(v, draw="mean"),
 }
-_SPARSE = {
-    f"{name}-sparse": replace(variant, gradient="chosen")
-    for name, variant in (_ROUTED | _WITHOUT_LINEAR).items()
-}
-EXTRA = _WITHOUT_LINEAR | _SPARSE
 
 
 def find_variant(name: str) -> Variant:
-    known = VARIANTS | EXTRA
-    if name not in known:
-        raise ConfigError(f"variant must be one of {', '.join(known)}, got {name!r}")
-    return known[name]
+    base, endings = base_and_endings(name)
+    variant = VARIANTS[base]
+    for ending in endings:
+        variant = ENDINGS[ending](variant)
+    return variant
+
+
+def base_and_endings(name: str) -> tuple[str, list[str]]:
+    """``"bayes-all-token-0.25-sparse"`` -> that without its ending, and ``["sparse"]``."""
+    base, endings = name, []
+    while base not in VARIANTS:
+        ending = next((ending for ending in ENDINGS if base.endswith(f"-{ending}")), None)
+        if ending is None:
+            raise ConfigError(
+                f"variant must be one of {', '.join(VARIANTS)}, or a routed one with "
+                f"{', '.join(f'-{ending}' for ending in ENDINGS)}, got {name!r}"
+            )
+        base = base.removesuffix(f"-{ending}")
+        endings.insert(0, ending)
+    if endings and not VARIANTS[base].is_routed:
+        raise ConfigError(f"variant {base} has no routes, so nothing may follow it, got {name!r}")
+    return base, endings

@@ -9,7 +9,7 @@ import study_run
 import study_text
 import torch
 from study_data import Cache, prepare
-from study_variants import EXTRA, SCALES, VARIANTS
+from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 
 from meta_attention.errors import ConfigError
 from meta_attention.training.corpus import embedded_corpus
@@ -156,10 +156,12 @@ def test_an_interval_is_student_t():
     assert study_report.interval([1.0, 2.0, 3.0]) == pytest.approx(4.30 / math.sqrt(3.0))
 
 
-@pytest.mark.parametrize("name", VARIANTS | EXTRA)
+@pytest.mark.parametrize(
+    "name", [*VARIANTS, *(f"bayes-all-token-0.25-{ending}" for ending in ENDINGS)]
+)
 def test_every_variant_is_a_model_of_every_scale(name):
     for scale in SCALES.values():
-        config = (VARIANTS | EXTRA)[name].model_config(scale, 4096)
+        config = find_variant(name).model_config(scale, 4096)
         assert len(config.layer_experts) == scale.layers
 
 
@@ -171,3 +173,27 @@ def test_errors_say_what_to_do(tmp_path, capsys):
         SCALES["tiny"].with_changes(["stepz=3"])
     with pytest.raises(ConfigError, match="steps must be a number"):
         SCALES["tiny"].with_changes(["steps=many"])
+
+
+def test_endings_of_a_variant_add_up():
+    base = VARIANTS["bayes-global-token-0.4"]
+    variant = find_variant("bayes-global-token-0.4-no-linear-thompson-sparse")
+    assert variant.pattern == base.pattern.replace("R", "S")
+    assert (variant.draw, variant.gradient) == ("sample", "chosen")
+    assert variant.target == base.target
+
+
+@pytest.mark.parametrize("name", ["bayes-all-token-0.3", "full-sparse", "bayes-all-token-0.25-x"])
+def test_an_unknown_variant_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match="variant"):
+        find_variant(name)
+
+
+def test_routes_are_no_longer_drawn_at_the_end_if_asked(cache):
+    scale = SCALES["tiny"].with_changes(["steps=4", "argmax_from=0.5"])
+    training = study_run.Training(cache, VARIANTS["bayes-all-token-0.25"], scale, 0, "cpu")
+    draws = []
+    for _ in range(4):
+        training.step()
+        draws.append(training.model.config.training_weights)
+    assert draws == ["one_hot", "one_hot", "mean", "mean"]
