@@ -36,7 +36,10 @@ from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 from meta_attention.errors import MetaAttentionError
 
 LOG = "log.txt"
-KNOWN = f"{', '.join(VARIANTS)}; routed ones also with {', '.join(f'-{name}' for name in ENDINGS)} after it"
+KNOWN = (
+    f"{', '.join(VARIANTS)}; a routed one may be followed by "
+    f"{', '.join(f'-{ending}' for ending in ENDINGS)}"
+)
 
 
 @dataclass(slots=True)
