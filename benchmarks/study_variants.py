@@ -188,6 +188,7 @@ VARIANTS: dict[str, Variant] = {
     "hybrid-1-1": Variant("LF"),
     "hybrid-1-2": Variant("LFL"),
     "hybrid-1-5": Variant(HYBRID),
+    "hybrid-1-5-last": Variant("LLLLLF"),  # where Gemma 3 has its full layers
     "prior-free-all-0.25": Variant("R", "prior_free", target=0.25),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
@@ -221,7 +222,8 @@ def find_variant(name: str) -> Variant:
 
 def base_and_endings(name: str) -> tuple[str, list[str]]:
     """``"bayes-all-token-0.25-sparse"`` -> that without its ending, and ``["sparse"]``."""
-    base, endings = name, []
+    base: str = name
+    endings: list[str] = []
     while base not in VARIANTS:
         ending = next((ending for ending in ENDINGS if base.endswith(f"-{ending}")), None)
         if ending is None:
