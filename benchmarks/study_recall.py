@@ -161,7 +161,8 @@ def run(
     settings = settings_of(variant, seed, scale, changes or [])
     is_begun = (folder / RUN_FILE).exists()
     if is_begun:
-        given = {f.name: getattr(settings, f.name) for f in fields(settings)}
+        given = {field.name: getattr(settings, field.name) for field in fields(settings)}
+        given = {name: value for name, value in given.items() if value is not None}
         open_run(folder, None, given, resume=True)
     if (folder / RESULT).exists():
         return json.loads((folder / RESULT).read_text())
@@ -183,7 +184,7 @@ def run(
 def measure(folder: Path, settings: Settings) -> dict[str, Any]:
     """Answers and routes with one executed expert per token, and as trained where that differs."""
     assert settings.task is not None
-    model = MetaAttentionForCausalLM.from_pretrained(folder)
+    model = MetaAttentionForCausalLM.from_pretrained(folder).eval()
     model.to(torch.device(study_recall_report.default_device()))
     sizes = (settings.length, settings.window_size, settings.layers)
     task = build_recall(TaskSpec.parse(settings.task), *sizes)
