@@ -33,6 +33,8 @@ from meta_attention.training.economy import WINDOW, Economy
 CONFIG, METRICS, RESULT, TIMING = "config.json", "metrics.jsonl", "result.json", "timing.json"
 CHECKPOINT = "checkpoint.pt"
 WARMUP = 0.05  # of the steps
+# before a step is captured: kernels are compiled, the optimiser's state exists
+PLAIN_STEPS = 3
 Cost = TypeVar("Cost", float, Tensor)
 WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
 
@@ -80,12 +82,16 @@ class Training:
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in parameters if p.dim() <= 1]},
         ]
+        names = ("kl_weight", "cost_weight", "hold", "lr")
+        self.knobs = {name: torch.zeros((), device=device) for name in names}
+        is_cuda = device == "cuda"
         self.optimiser = torch.optim.AdamW(
             groups,
-            lr=scale.lr,
+            lr=self.knobs["lr"] if is_cuda else scale.lr,
             betas=BETAS,
             weight_decay=0.0,
-            fused=device == "cuda",
+            fused=is_cuda,
+            capturable=is_cuda,
         )
         pressure = variant.pressure(scale)
         self.economy = Economy(scale.steps, pressure, variant.target)
@@ -100,6 +106,10 @@ class Training:
         # parts of the mean over all layers
         self.static_cost = sum(static) / len(controllers)
         self.routed_share = max(1, len(controllers) - len(static)) / len(controllers)
+        self.ids = torch.zeros(scale.batch_size, scale.length, dtype=torch.long, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.figures: Tensor
+        self._plain_steps = 0
         self.steps_done = 0
         self.seconds = 0.0
 
@@ -113,30 +123,62 @@ class Training:
         """One step; task loss, KL, projected cost and cost of the routed layers, on the device."""
         # text and routes of a step depend on nothing before it
         torch.manual_seed(1_000_003 * (self.seed + 1) + self.steps_done)
-        ids = self.batch()
-        weight = self.economy.multiplier * self.economy.value(
-            self.economy.pressure, self.steps_done
-        )
+        self.ids.copy_(self.batch())
+        self._turn_knobs()
+        if self.graph is None:
+            figures = self._compute()
+            self._plain_steps += 1
+            if self.device == "cuda" and self._plain_steps == PLAIN_STEPS:
+                self._capture()
+        else:
+            self.graph.replay()
+            figures = self.figures
+        self.steps_done += 1
+        return figures
+
+    def _turn_knobs(self) -> None:
+        """What changes from step to step, where a captured step reads it."""
+        scale, step = self.scale, self.steps_done
+        weight = self.economy.multiplier * self.economy.value(self.economy.pressure, step)
         is_bayesian = self.variant.controller == "bayesian"
-        if self.steps_done >= self.scale.argmax_from * self.scale.steps:
+        self.knobs["kl_weight"].fill_(weight if is_bayesian else 0.0)
+        self.knobs["cost_weight"].fill_(0.0 if is_bayesian else weight)
+        is_held = self.variant.target is not None and self.economy.has_begun(step)
+        self.knobs["hold"].fill_(scale.hold if is_held else 0.0)
+        self.knobs["lr"].fill_(learning_rate(scale, step))
+        if self.device != "cuda":
+            for group in self.optimiser.param_groups:
+                group["lr"] = learning_rate(scale, step)
+        if step >= scale.argmax_from * scale.steps:
+            if self.model.config.training_weights != "mean":
+                # other code: captured again after some plain steps
+                self.graph, self._plain_steps = None, 0
             self.model.config.training_weights = "mean"
+
+    def _compute(self) -> Tensor:
+        """Forward, backward and update: all of a step that runs on the device."""
+        self.optimiser.zero_grad(set_to_none=True)
         with autocast(self.device):
-            out = self.model(ids, labels=ids, use_cache=False, output_routed_cost=True)
+            out = self.model(self.ids, labels=self.ids, use_cache=False, output_routed_cost=True)
         loss = routing_loss(
             out.task_loss,
             out.kl,
-            kl_weight=weight if is_bayesian else 0.0,
+            kl_weight=self.knobs["kl_weight"],
             cost=out.projected_cost,
-            cost_weight=0.0 if is_bayesian else weight,
+            cost_weight=self.knobs["cost_weight"],
         )
-        (loss + self.scale.hold * self.below_target(out.projected_cost)).backward()
+        (loss + self.knobs["hold"] * self.below_target(out.projected_cost)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        for group in self.optimiser.param_groups:
-            group["lr"] = learning_rate(self.scale, self.steps_done)
         self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-        self.steps_done += 1
         return torch.stack([out.task_loss, out.kl, out.projected_cost, out.routed_cost]).detach()
+
+    def _capture(self) -> None:
+        """Record a step, to be replayed: short kernels would wait for the host to launch them."""
+        torch.cuda.synchronize()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.figures = self._compute()
 
     def window(self) -> dict[str, float]:
         """The steps up to the next multiple of ``WINDOW`` or the end, and their means."""
@@ -164,7 +206,7 @@ class Training:
             "believed_cost": believed_cost,
             "pressure": self.economy.value(self.economy.pressure, self.steps_done),
             "multiplier": self.economy.multiplier,
-            "lr": self.optimiser.param_groups[0]["lr"],
+            "lr": learning_rate(self.scale, self.steps_done - 1),
             "step_ms": 1e3 * seconds / num_steps,
             "tokens_per_s": num_steps * self.scale.batch_size * self.scale.length / seconds,
         }
@@ -175,7 +217,7 @@ class Training:
         What makes routes cheap can only press less, never pull back: in a short run they fell far
         below every target and stayed there. Which tokens to spend the rest on is left to the task.
         """
-        if self.variant.target is None or not self.economy.has_begun(self.steps_done):
+        if self.variant.target is None:
             return torch.zeros_like(projected_cost)
         saved = 1.0 - self.of_routed_layers(projected_cost) / self.variant.target
         return saved.clamp(min=0.0).square()
@@ -201,6 +243,9 @@ class Training:
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
+        if self.device == "cuda":
+            for group in self.optimiser.param_groups:
+                group["lr"] = self.knobs["lr"]
         self.economy.load(state["economy"])
         self.steps_done, self.seconds = state["steps_done"], state["seconds"]
 

@@ -21,49 +21,27 @@ when it is started again.
 
 import argparse
 import math
-import os
-import subprocess
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import study_report
 import study_run
 from study_data import Cache, prepare
+from study_jobs import Job, run_side_by_side, say
 from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 
 from meta_attention.errors import MetaAttentionError
 
-LOG = "log.txt"
 KNOWN = (
     f"{', '.join(VARIANTS)}; a routed one may be followed by "
     f"{', '.join(f'-{ending}' for ending in ENDINGS)}"
 )
 
 
-@dataclass(slots=True)
-class Job:
-    """A run that is missing, or under way."""
-
-    variant: str
-    seed: int
-    folder: Path
-    process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
-
-    @property
-    def is_done(self) -> bool:
-        return (self.folder / study_run.RESULT).exists()
-
-    def __str__(self) -> str:
-        return f"{self.variant} seed {self.seed}"
-
-
 def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> list[Job]:
     """All variants of a seed before the next seed; of one seed the longest first."""
     jobs = [
-        Job(name, seed, study_run.run_folder(runs, scale, name, seed))
+        Job(name, seed, study_run.run_folder(runs, scale, name, seed), study_run.RESULT)
         for seed in range(seeds)
         for name in sorted(variants, key=lambda name: -find_variant(name).work())
     ]
@@ -73,62 +51,23 @@ def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> lis
 def run_all(args: argparse.Namespace) -> int:
     """Runs side by side; how many failed."""
     Cache.open(args.cache)
-    waiting = missing_jobs(args.out, args.scale, args.variants, args.seeds)
-    total, begin = len(waiting), time.time()
-    _say(f"{total} of {args.seeds * len(args.variants)} runs are missing")
-    running: list[Job] = []
-    finished = failed = cut_off = 0
-    try:
-        while running or (waiting and time.time() < begin + args.time_limit):
-            if waiting and len(running) < args.parallel and time.time() < begin + args.time_limit:
-                running.append(start(waiting.pop(0), args, begin + args.time_limit))
-                continue
-            over = [job for job in running if job.process and job.process.poll() is not None]
-            for job in over:
-                running.remove(job)
-                assert job.process is not None
-                seconds = time.time() - job.started
-                last = ((job.folder / LOG).read_text().splitlines() or ["no output"])[-1]
-                if job.process.returncode:
-                    failed += 1
-                    _say(f"{job} FAILED after {seconds:.0f} s: {last}")
-                elif job.is_done:
-                    finished += 1
-                    _say(f"{finished}/{total} {job}: {last}, {seconds:.0f} s")
-                else:
-                    cut_off += 1
-                    _say(f"{job} cut off: {last}")
-            if not over:
-                time.sleep(0.2)
-    finally:
-        for job in running:
-            if job.process is not None:
-                job.process.terminate()
-    left = len(waiting) + cut_off
-    _say(
-        f"{finished} finished, {failed} failed, {left} left"
-        + ("; run the same command again" if left else "")
+    jobs = missing_jobs(args.out, args.scale, args.variants, args.seeds)
+    say(f"{len(jobs)} of {args.seeds * len(args.variants)} runs are missing")
+    return run_side_by_side(
+        jobs,
+        lambda job, stop_at: command_of(job, args, stop_at),
+        parallel=args.parallel,
+        time_limit=args.time_limit,
     )
-    return failed
 
 
-def start(job: Job, args: argparse.Namespace, stop_at: float) -> Job:
-    command = [sys.executable, __file__, "run", "--cache", str(args.cache), "--out", str(args.out)]
+def command_of(job: Job, args: argparse.Namespace, stop_at: float) -> list[str]:
+    command = [__file__, "run", "--cache", str(args.cache), "--out", str(args.out)]
     command += ["--variant", job.variant, "--seed", str(job.seed), "--scale", args.scale]
     command += ["--stop-at", str(stop_at)]
     command += ["--compile"] if args.compile else []
     command += ["--set", *args.set] if args.set else []
-    threads = str(max(1, (os.cpu_count() or 1) // args.parallel))
-    job.folder.mkdir(parents=True, exist_ok=True)
-    job.started = time.time()
-    with (job.folder / LOG).open("wb") as log:
-        job.process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": threads} | os.environ,
-        )
-    return job
+    return command
 
 
 def run_one(args: argparse.Namespace) -> int:
@@ -157,7 +96,7 @@ def time_all(args: argparse.Namespace) -> int:
         if not path.with_name(study_run.TIMING).exists():
             times = study_run.measure_times(cache, path.parent, repeats=args.repeats)
             shown = [f"{name} {ms:.2f}" for name, ms in times.items() if name != "device"]
-            _say(f"{path.parent.name}: {', '.join(shown)}")
+            say(f"{path.parent.name}: {', '.join(shown)}")
     return 0
 
 
@@ -224,10 +163,6 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
 def prepare_cache(args: argparse.Namespace) -> int:
     prepare(args.data, args.out, vocab=args.vocab, max_tokens=args.max_tokens)
     return 0
-
-
-def _say(line: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

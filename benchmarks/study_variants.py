@@ -42,7 +42,9 @@ class Scale:
     kl_weight: str = "0->0.02@0.3:0.6"
     cost_weight: str = "0->0.2@0.3:0.6"
     hold: float = 1.0  # weight of falling below the target; see Training.below_target
-    initializer_range: float = 0.02
+    # taps of the convolution before attention, 0 for none; without, no model of this size and
+    # training reads anything beyond a hundred tokens, so that nothing could be told apart
+    short_conv: int = 3
     argmax_from: float = 1.0  # share of the steps after which routes are no longer drawn
 
     def with_changes(self, changes: list[str]) -> "Scale":
@@ -161,7 +163,7 @@ class Variant:
             num_key_value_heads=scale.kv_heads,
             max_position_embeddings=scale.longest,
             tie_word_embeddings=True,
-            initializer_range=scale.initializer_range,
+            short_conv=scale.short_conv or None,
             layer_experts=[EXPERTS[letter] for letter in pattern],
             expert_costs="flops",
             cost_length=scale.length,

@@ -36,6 +36,8 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
         ({"start_expert": "fulll"}, "an expert of a layer, one of full, .* got 'fulll'"),
         ({"kl_weight": None}, "kl_weight must be a number, got None"),
         ({"prior_strength": "x"}, "prior_strength must be a number, got 'x'"),
+        ({"short_conv": 0}, "short_conv must be a whole number >= 1, got 0"),
+        ({"short_conv": 3, "causal": False}, "short_conv reads backwards only"),
         ({"causal": "no"}, "causal must be True or False, got 'no'"),
         (
             {"routing": "gated", "uncertainty_threshold": "a"},

@@ -60,6 +60,10 @@ class MetaAttentionConfig(PreTrainedConfig):
             layer. ``False`` is the paper's layout: each expert has its own.
         causal: Language models read backwards only; ``False`` is for encoders.
         use_rope: Rotate queries and keys by position in the softmax experts.
+        short_conv: Taps of a causal convolution over queries, keys and values, each channel on its
+            own: with 3, a token's heads also hold something of the two tokens before it, so that
+            one layer can find what followed a token. None: without. A new one passes tokens on
+            as they are. Shared by all experts that share projections.
         controller: ``"bayesian"`` or ``"prior_free"``.
         controller_hidden_size: Width of the controller's hidden layer.
         start_expert: Expert that a new model believes in for every token, in the layers that have
@@ -119,6 +123,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     rope_parameters: dict[str, Any] | None = None
     use_rope: bool = True
+    short_conv: int | None = None
 
     experts: Sequence[str] = ("full", "linear", "local")
     layer_experts: Sequence[Sequence[str]] | None = None
@@ -196,7 +201,13 @@ class MetaAttentionConfig(PreTrainedConfig):
             "controller_hidden_size",
         ):
             _require_count(name, getattr(self, name))
-        for name in ("intermediate_size", "num_key_value_heads", "head_dim", "cost_length"):
+        for name in (
+            "intermediate_size",
+            "num_key_value_heads",
+            "head_dim",
+            "cost_length",
+            "short_conv",
+        ):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
         heads = self.num_attention_heads
@@ -282,6 +293,10 @@ class MetaAttentionConfig(PreTrainedConfig):
         for name in ("causal", "use_rope", "shared_projections"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.short_conv is not None and not self.causal:
+            raise ConfigError(
+                "short_conv reads backwards only and needs causal=True; leave it out of encoders"
+            )
         if self.route_granularity == "kv_head" and not self.shared_projections:
             raise ConfigError(
                 "route_granularity='kv_head' needs shared_projections=True: experts are merged "

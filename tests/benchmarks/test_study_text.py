@@ -122,10 +122,18 @@ def test_only_a_cost_below_the_target_is_held_up(cache):
     # a new model is on full attention in its routed layer
     assert training.of_routed_layers(out.projected_cost) == pytest.approx(1.0)
     half = out.projected_cost - 0.8 * training.routed_share
-    assert training.below_target(half) == 0.0
-    training.steps_done = 2
     assert training.below_target(out.projected_cost) == 0.0
     torch.testing.assert_close(training.below_target(half), torch.tensor(0.25))
+
+
+def test_nothing_is_held_up_before_anything_presses(cache):
+    variant = VARIANTS["bayes-global-token-0.4"]
+    training = study_run.Training(cache, variant, SCALES["tiny"], 0, "cpu")
+    held = []
+    for _ in range(3):
+        training.step()
+        held.append(training.knobs["hold"].item())
+    assert held == [0.0, 1.0, 1.0]  # the pressure begins after 30% of three steps
 
 
 def test_seeds_come_one_after_the_other_and_long_runs_first(tmp_path):

@@ -34,8 +34,15 @@ def make_layer(dtype=torch.float64, **kwargs) -> BayesianMetaAttentionLayer:
         "controller_hidden_size": 8,
     }
     options = defaults | LAYOUTS[kwargs.pop("layout", "shared")] | kwargs
+    if not options.get("causal", True):
+        options["short_conv"] = None
     torch.manual_seed(0)
-    return BayesianMetaAttentionLayer(MetaAttentionConfig(**options)).to(dtype).eval()
+    layer = BayesianMetaAttentionLayer(MetaAttentionConfig(**options)).to(dtype).eval()
+    for name, weight in layer.named_parameters():
+        # a new one does nothing
+        if "short_conv" in name:
+            torch.nn.init.normal_(weight)
+    return layer
 
 
 def assert_same_tokens(a, b, rows_a=slice(None), rows_b=slice(None)):
@@ -58,6 +65,7 @@ layer_options = st.fixed_dictionaries(
         "window_size": st.sampled_from([1, 5, 64, 1000]),
         "layout": st.sampled_from(["shared", "own", "kv_head"]),
         "use_rope": st.booleans(),
+        "short_conv": st.sampled_from([None, 1, 4]),
         "controller": st.sampled_from(["bayesian", "prior_free"]),
     }
 ).flatmap(
@@ -217,7 +225,7 @@ def test_projected_cost_is_the_paper_sum():
 
 
 def test_gradient_reaches_every_parameter():
-    layer = make_layer(experts=known_builtin_experts(), shared_projections=False)
+    layer = make_layer(experts=known_builtin_experts(), shared_projections=False, short_conv=3)
     out = layer(torch.randn(2, 20, 32, dtype=torch.float64))
     (out.output.square().sum() + out.kl.sum()).backward()
     for name, p in layer.named_parameters():

@@ -26,7 +26,12 @@ def make_model():
             "initializer_range": 0.3,
         }
         torch.manual_seed(seed)
-        return MetaAttentionForCausalLM(MetaAttentionConfig(**(defaults | kwargs))).eval()
+        model = MetaAttentionForCausalLM(MetaAttentionConfig(**(defaults | kwargs))).eval()
+        for name, weight in model.named_parameters():
+            # new, these do nothing
+            if "short_conv" in name or name.endswith("k_proj.bias"):
+                torch.nn.init.normal_(weight)
+        return model
 
     return make
 

@@ -59,6 +59,9 @@ EXPERT_SETS = {
         "experts": ("local", "gated_full", "full", "linear"),
         "expert_costs": (0.3, 1.0, 1.0, 0.2),
     },
+    "convolved": {"short_conv": 3, "attention_bias": True},
+    "convolved, hard": {"short_conv": 4, "routing": "hard", "expert_costs": (0.5, 0.5, 0.5)},
+    "convolved, own projections": {"short_conv": 2, "shared_projections": False},
 }
 # logits are as large as 6, and one pass is itself 1e-5 from what it is in float64
 CLOSE = {"rtol": 1e-5, "atol": 3e-5}
@@ -201,6 +204,17 @@ def test_right_padded_prompts_go_on(make_model, tokens, masks, cache):
     torch.testing.assert_close(torch.cat(parts, dim=1)[:1], expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_convolution_remembers_no_more_than_it_sees(make_model, tokens):
+    model = make_model(experts=("full",), short_conv=3)
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(tokens(), past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        [inputs] = layer.states.values()
+        assert inputs.shape == (2, 2, 32 + 2 * 16)
+        assert inputs.untyped_storage().size() == inputs.numel() * inputs.element_size()
+
+
 def test_a_window_keeps_no_more_than_it_sees(make_model, tokens):
     model = make_model(layer_experts=[["local"], ["full", "local"], ["linear"]])
     cache = MetaAttentionCache(model.config)
@@ -273,7 +287,15 @@ def test_softmax_caches_crop(make_model, tokens, kept, padding, cache):
     torch.testing.assert_close(ours[is_token.bool()], expected[is_token.bool()], **CLOSE)
 
 
-@pytest.mark.parametrize("experts", [{}, {"experts": ("local",)}, {"experts": ("linear",)}])
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {},
+        {"experts": ("local",)},
+        {"experts": ("linear",)},
+        {"experts": ("full",), "short_conv": 3},
+    ],
+)
 def test_states_that_cannot_forget_say_so_and_stay_whole(make_model, tokens, experts):
     model, ids = make_model(**experts), tokens()
     cache = MetaAttentionCache(model.config)
@@ -342,8 +364,11 @@ def test_a_refused_call_leaves_the_cache_as_it_was(make_model, tokens):
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("masks", ["for all", "for the prompt"])
-def test_a_window_refuses_a_row_that_goes_on_after_padding(make_model, tokens, masks, cache):
-    model, ids = make_model(), tokens()
+@pytest.mark.parametrize("experts", [{}, {"experts": ("full",), "short_conv": 3}], ids=str)
+def test_a_window_refuses_a_row_that_goes_on_after_padding(
+    make_model, tokens, experts, masks, cache
+):
+    model, ids = make_model(**experts), tokens()
     mask = torch.ones_like(ids)
     mask[0, 10:16] = 0
     cache = CACHES[cache](model.config)

@@ -72,8 +72,9 @@ def test_padding_changes_nothing(make_model, tokens):
     )
 
 
-def test_packed_documents_are_as_if_alone(make_model, tokens):
-    model, ids = make_model(), tokens(B=1)
+@pytest.mark.parametrize("options", [{}, {"short_conv": 4, "attention_bias": True}], ids=str)
+def test_packed_documents_are_as_if_alone(make_model, tokens, options):
+    model, ids = make_model(**options), tokens(B=1)
     documents = torch.tensor([[1] * 7 + [2] * 12 + [3] * 5])
     packed = model(ids, document_ids=documents).logits
     alone = [model(part).logits for part in ids.split([7, 12, 5], dim=1)]

@@ -32,6 +32,7 @@ MODELS = {
         "experts": ("gated_full", "linear", "local"),
         **EVEN,
     },
+    "convolved": {"routing": "hard", "short_conv": 3, **EVEN},
 }
 # their step reads the length on the host, and cannot be captured
 ON_THE_HOST = {"own projections": {"shared_projections": False, "routing": "hard"}}

@@ -231,6 +231,13 @@ def train(
             "--shared-projections/--own-projections",
         ),
     ] = None,
+    short_conv: Annotated[
+        int | None,
+        _flag("taps of a causal convolution over queries, keys and values, such as 3", min=1),
+    ] = None,
+    initializer_range: Annotated[
+        float | None, _flag("standard deviation of new weights; 0.02 is small for small models")
+    ] = None,
     precision: Annotated[Precision | None, _flag("of the computation; weights are fp32")] = None,
     compile_model: Annotated[
         bool | None, _flag("compile the model", "--compile/--no-compile")

@@ -9,9 +9,10 @@ A multiplication with its addition counts as two, as everywhere. Counted are the
     feed-forward   its three matrices, of every token
     head           hidden states to logits
 
-Norms, softmax, rotary positions, activations, the merge and the embedding are left out. The first
-line counts to the key: what an implementation computes and masks away within a block is left out,
-and so is padding. The others run on padding too, and count it. None of it is time.
+Norms, softmax, rotary positions, short convolutions, activations, the merge and the embedding are
+left out. The first line counts to the key: what an implementation computes and masks away within a
+block is left out, and so is padding. The others run on padding too, and count it. None of it is
+time.
 
 Shapes: B batch, T sequence, S = past + T, G route groups, E experts.
 """

@@ -12,7 +12,12 @@ from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import Posterior, build_controller
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.experts import build_experts, expert_costs
-from meta_attention.layers.cache import DecodeStep, MetaAttentionCache, RoutedCacheLayer
+from meta_attention.layers.cache import (
+    DecodeStep,
+    MetaAttentionCache,
+    RoutedCacheLayer,
+    conv_state_name,
+)
 from meta_attention.layers.execution import ExpertExecution, HeadsByKind, HeadsKind
 from meta_attention.layers.projections import (
     MetaAttentionRotaryEmbedding,
@@ -157,7 +162,8 @@ class BayesianMetaAttentionLayer(nn.Module):
         )
 
         # routes -> plan -> experts -> merge; for the newest tokens alone, all in one
-        heads = self._project(x, position_ids, rotation)
+        documents = None if document_ids is None else mask
+        heads = self._project(x, position_ids, rotation, is_padding, documents, memory)
         run = self.execution
         if step is not None and memory is not None and run.can_run_newest(heads, memory):
             merged = run.on_newest(heads, x, routes.weights, step, memory)
@@ -184,10 +190,26 @@ class BayesianMetaAttentionLayer(nn.Module):
             teaches_belief=self.config.route_gradient == "chosen",
         )
 
-    def _project(self, x: Tensor, position_ids: Tensor, rotation: Rotation | None) -> HeadsByKind:
+    def _project(
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        rotation: Rotation | None,
+        is_padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        memory: RoutedCacheLayer | None = None,
+    ) -> HeadsByKind:
         """Queries, keys and values by projection set, plain and rotated."""
+        heads: HeadsByKind = {}
         projections: list[Projections] = list(self.projections)  # type: ignore[arg-type]
-        heads = {HeadsKind(index, False): p.heads(x) for index, p in enumerate(projections)}
+        for index, projection in enumerate(projections):
+            name = conv_state_name(index)
+            past = None if memory is None else memory.states.get(name)
+            own, inputs = projection.heads(x, is_padding, documents, past)
+            heads[HeadsKind(index, False)] = own
+            if memory is not None and inputs is not None:
+                # a view would hold all of a long prompt in memory
+                memory.keep_state(name, inputs.clone())
         if self.rotary is not None:
             cos, sin = rotation if rotation is not None else self.rotary(x, position_ids)
             for kind, plain in list(heads.items()):

@@ -95,20 +95,28 @@ class Padding:
         return Padding(is_token, self.start, self.has_gaps or self.ends, ends=False)
 
 
+def conv_state_name(index: int) -> str:
+    """Where a cache keeps the last inputs of the convolution of a set of projections."""
+    return f"short_conv.{index}"
+
+
 class RoutedCacheLayer(DynamicLayer):
     """Cache of one layer, which grows with the text.
 
     Args:
         experts: The experts of the layer by name. Keys and values are kept when any of them reads
             them, and only as far back as the farthest-reaching one looks.
+        has_conv: A convolution makes queries, keys and values; its last inputs are states, too.
     """
 
-    def __init__(self, experts: Mapping[str, Expert]) -> None:
+    def __init__(self, experts: Mapping[str, Expert], has_conv: bool = False) -> None:
         super().__init__()
         reaches = [e.reach for e in experts.values() if not isinstance(e, RecurrentExpert)]
-        self.has_window = any(reach is not None for reach in reaches)
+        # which counts positions, padding included
+        self.has_window = has_conv or any(reach is not None for reach in reaches)
         self.window = None if None in reaches else max((r for r in reaches if r), default=0)
-        self.is_croppable = self.window is None and len(reaches) == len(experts)
+        has_states = has_conv or len(reaches) < len(experts)
+        self.is_croppable = self.window is None and not has_states
         self.states: dict[str, Tensor] = {}
         self.length = 0
 
@@ -213,12 +221,13 @@ class MetaAttentionCache(Cache):
         with torch.device("meta"):
             experts = [build_experts(config, i) for i in range(config.num_hidden_layers)]
         self.layers: list[RoutedCacheLayer]  # type: ignore[assignment]
-        super().__init__(layers=[self._make_layer(e) for e in experts])
+        has_conv = config.short_conv is not None
+        super().__init__(layers=[self._make_layer(e, has_conv) for e in experts])
         self.max_length = config.max_position_embeddings
         self.padding: Padding | None = None
 
-    def _make_layer(self, experts: Mapping[str, Expert]) -> RoutedCacheLayer:
-        return RoutedCacheLayer(experts)
+    def _make_layer(self, experts: Mapping[str, Expert], has_conv: bool) -> RoutedCacheLayer:
+        return RoutedCacheLayer(experts, has_conv)
 
     def prepare(
         self, attention_mask: Tensor | None, B: int, T: int, device: torch.device
@@ -250,8 +259,8 @@ class MetaAttentionCache(Cache):
         has_gaps = padding is not None and padding.has_gaps
         if has_gaps and any(layer.has_window for layer in self.layers):
             raise CacheError(
-                "a row must not go on after padding where an expert has a window, which counts "
-                "positions; pad prompts on the left"
+                "a row must not go on after padding where an expert has a window or heads a "
+                "convolution, which count positions; pad prompts on the left"
             )
         self._keep_padding(padding, B, device)
         if T > 1 or has_gaps:
@@ -309,7 +318,7 @@ class MetaAttentionCache(Cache):
         for index, layer in enumerate(self.layers):
             if not layer.is_croppable:
                 raise CacheError(
-                    f"the cache of layer {index} cannot forget tokens: its state sums all of "
+                    f"the cache of layer {index} cannot forget tokens: its state is of all of "
                     "them, or its window has dropped what came before; start a new cache"
                 )
         super().crop(tokens_to_remove)

@@ -1,13 +1,68 @@
 """Hidden states -> heads -> hidden states: the matrices around attention."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from meta_attention.config import Impl, MetaAttentionConfig
 from meta_attention.controller import KeepFloat32
 from meta_attention.experts import Heads
 from meta_attention.ops.rotary import rotate
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution of each channel over the last tokens; a new one is the identity.
+
+    Args:
+        channels: Channels, C.
+        width: Taps: how many tokens it sees, the newest included.
+    """
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        identity = torch.zeros_like(self.weight)
+        identity[:, 0] = 1.0
+        # of Transformers: leaves alone what was loaded
+        init.copy_(self.weight, identity)
+
+    def forward(
+        self, x: Tensor, past: Tensor | None = None, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve.
+
+        Args:
+            x: ``[B, T, C]``, zeros where there is padding.
+            past: What the last call returned; None: nothing came before.
+            documents: Numbers ``[B, T]``; tokens of one see none of another.
+
+        Returns:
+            ``[B, T, C]``, and the inputs that the next tokens will see ``[B, width - 1, C]``.
+        """
+        T, reach = x.shape[1], self.weight.shape[1] - 1
+        if past is None:
+            seen = F.pad(x, (0, 0, reach, 0))
+        else:
+            seen = torch.cat([past.to(x.dtype), x], dim=1)  # [B, reach + T, C]
+        taps = self.weight.to(x.dtype).unbind(dim=1)
+        out = x * taps[0]
+        for back, tap in enumerate(taps[1:], start=1):
+            earlier = seen[:, reach - back : reach - back + T]
+            if documents is not None:
+                same = F.pad(documents, (back, 0))[:, :T] == documents
+                earlier = earlier * same.unsqueeze(-1)
+            out = out + earlier * tap
+        return out, seen[:, T:]
+
+    def extra_repr(self) -> str:
+        channels, width = self.weight.shape
+        return f"{channels}, width={width}"
 
 
 class Projections(nn.Module):
@@ -23,15 +78,30 @@ class Projections(nn.Module):
         self.k_proj = nn.Linear(width, key_width, bias=bias)
         self.v_proj = nn.Linear(width, key_width, bias=bias)
         self.o_proj = nn.Linear(query_width, width, bias=bias)
+        self.short_conv = None
+        if config.short_conv is not None:
+            self.short_conv = ShortConvolution(query_width + 2 * key_width, config.short_conv)
 
-    def heads(self, x: Tensor) -> Heads:
-        """Project [B, T, D] to heads."""
-        return Heads(
-            *(
-                projection(x).unflatten(-1, (-1, self.head_dim))
-                for projection in (self.q_proj, self.k_proj, self.v_proj)
-            )
-        )
+    def heads(
+        self,
+        x: Tensor,
+        is_padding: Tensor | None = None,
+        documents: Tensor | None = None,
+        past: Tensor | None = None,
+    ) -> tuple[Heads, Tensor | None]:
+        """Project [B, T, D] to heads, and convolve them where there is a convolution.
+
+        Also returns what it will see of these tokens from the next ones, to be given as ``past``.
+        """
+        parts = [projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj)]
+        if self.short_conv is not None:
+            joined = torch.cat(parts, dim=-1)
+            if is_padding is not None:
+                # a projection with a bias makes something of it
+                joined = joined.masked_fill(is_padding.unsqueeze(-1), 0.0)
+            joined, past = self.short_conv(joined, past, documents)
+            parts = list(joined.split([part.shape[-1] for part in parts], dim=-1))
+        return Heads(*(part.unflatten(-1, (-1, self.head_dim)) for part in parts)), past
 
     def output(self, rows: Tensor) -> Tensor:
         """Project rows [B, T, H * P] back to [B, T, D]."""

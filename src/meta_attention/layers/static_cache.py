@@ -18,6 +18,7 @@ from meta_attention.layers.cache import (
     MetaAttentionCache,
     Padding,
     RoutedCacheLayer,
+    conv_state_name,
 )
 
 FIXED_ROWS = "a static cache keeps its number of rows; use a MetaAttentionCache to change it"
@@ -30,15 +31,18 @@ class StaticRoutedCacheLayer(RoutedCacheLayer):
 
     Args:
         experts: The experts of the layer by name.
+        has_conv: A convolution makes queries, keys and values.
         max_cache_len: How many positions it has room for.
     """
 
-    def __init__(self, experts: Mapping[str, Expert], max_cache_len: int) -> None:
-        super().__init__(experts)
+    def __init__(self, experts: Mapping[str, Expert], has_conv: bool, max_cache_len: int) -> None:
+        super().__init__(experts, has_conv)
         recurrent = [name for name, e in experts.items() if isinstance(e, RecurrentExpert)]
-        self.linear = [name for name in recurrent if type(experts[name]) is LinearAttention]
+        # zeros are what these start from
+        self.from_zeros = [name for name in recurrent if type(experts[name]) is LinearAttention]
+        self.from_zeros += [conv_state_name(index) for index in range(len(experts))]
         self.window = None
-        self.is_croppable = not recurrent
+        self.is_croppable = not recurrent and not has_conv
         self.max_cache_len = max_cache_len
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -98,10 +102,10 @@ class StaticRoutedCacheLayer(RoutedCacheLayer):
 
     def reset(self) -> None:
         # a captured step goes on reading and writing here; what lies past the length is not read
-        for name in self.linear:
+        for name in self.from_zeros:
             if name in self.states:
                 self.states[name].zero_()
-        self.states = {name: s for name, s in self.states.items() if name in self.linear}
+        self.states = {name: s for name, s in self.states.items() if name in self.from_zeros}
         self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -135,8 +139,8 @@ class MetaAttentionStaticCache(MetaAttentionCache):
         self.length: Tensor | None = None  # [1] positions filled
         self.start: Tensor | None = None  # [B] first position that is not padding
 
-    def _make_layer(self, experts: Mapping[str, Expert]) -> RoutedCacheLayer:
-        return StaticRoutedCacheLayer(experts, self.capacity)
+    def _make_layer(self, experts: Mapping[str, Expert], has_conv: bool) -> RoutedCacheLayer:
+        return StaticRoutedCacheLayer(experts, has_conv, self.capacity)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that a captured step writes, which the host does not see."""

@@ -23,6 +23,7 @@ from meta_attention.layers import (
 )
 from meta_attention.layers.projections import (
     MetaAttentionRotaryEmbedding,
+    ShortConvolution,
     number_documents,
     positions_of,
 )
@@ -79,6 +80,8 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
             # buffers are not saved; a model loaded from disk starts without them
             module.reset_buffers()
             module.reset_start()
+        elif isinstance(module, ShortConvolution):
+            module.reset_parameters()
         else:
             super()._init_weights(module)
 

@@ -283,6 +283,8 @@ def _training_arguments(settings: Settings, out: Path) -> TrainingArguments:
         use_cache=True,
         remove_unused_columns=False,
         dataloader_pin_memory=has_device,
+        # sequences of this task are made while the device works
+        dataloader_num_workers=int(has_device and settings.tokenizer == "task"),
         # every parameter has a gradient
         ddp_find_unused_parameters=False,
         report_to="none",

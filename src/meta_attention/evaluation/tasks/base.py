@@ -81,8 +81,8 @@ class TaskDataset(Dataset[dict[str, Tensor]]):
             raise IndexError(f"sequence {index} of {self.size}")
         example = self.task.draw(np.random.default_rng([self.seed, self.is_held_out, index]))
         return {
-            "input_ids": torch.from_numpy(example.input_ids.astype(np.int64)),
-            "labels": torch.from_numpy(example.labels.astype(np.int64)),
+            "input_ids": torch.from_numpy(example.input_ids.astype(np.int64, copy=False)),
+            "labels": torch.from_numpy(example.labels.astype(np.int64, copy=False)),
             "needs_full": torch.from_numpy(example.needs_full),
         }
 

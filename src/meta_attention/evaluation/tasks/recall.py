@@ -15,6 +15,7 @@ written behind it, so that none helps another.
 Shapes: T tokens of a sequence.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -116,8 +117,8 @@ class RecallTask:
         ids = first_noise + random.integers(self.noise, size=self.length)
 
         # as many sequences with 4 to 8 pairs as with 64 to 128
-        few, many = np.log([self.fewest_pairs, self.pairs + 1])
-        count = min(int(np.exp(random.uniform(few, many)) + 1e-9), self.pairs)
+        few, many = math.log(self.fewest_pairs), math.log(self.pairs + 1)
+        count = min(int(math.exp(random.uniform(few, many)) + 1e-9), self.pairs)
         keys = first_key + random.permutation(self.keys)[:count]
         values = first_value + random.permutation(self.values)[:count]
         places = 2 * random.permutation(self.pairs)[:count]
@@ -125,8 +126,9 @@ class RecallTask:
 
         # all places but the last, which has no next token to label
         asking = self.first_question + random.permutation(self.length - 1 - self.first_question)
-        recalling, copying = np.split(asking[: self.recalls + self.copies], [self.recalls])
-        asked = np.resize(random.permutation(count), self.recalls)
+        recalling = asking[: self.recalls]
+        copying = asking[self.recalls : self.recalls + self.copies]
+        asked = random.permutation(count)[np.arange(self.recalls) % count]
         ids[recalling] = keys[asked]
         ids[copying] = COPY
 

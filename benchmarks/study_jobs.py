@@ -1,0 +1,104 @@
+"""Runs side by side, each in a process and a folder of its own, until a moment."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOG = "log.txt"
+
+
+@dataclass(slots=True)
+class Job:
+    """A run that is missing, or under way."""
+
+    variant: str
+    seed: int
+    folder: Path
+    result: str
+    """Name of the file that a finished run has."""
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return (self.folder / self.result).exists()
+
+    def __str__(self) -> str:
+        return f"{self.variant} seed {self.seed}"
+
+
+def run_side_by_side(
+    jobs: Sequence[Job],
+    command_of: Callable[[Job, float], Sequence[str]],
+    *,
+    parallel: int,
+    time_limit: float,
+) -> int:
+    """Run jobs, in their order; how many failed.
+
+    Args:
+        jobs: Runs that are missing.
+        command_of: Arguments after ``python`` for a job that shall stop at a moment of
+            ``time.time()``. A run that ends well without its result was cut off by that.
+        parallel: How many at a time.
+        time_limit: Seconds after which none starts.
+    """
+    waiting, total, begin = list(jobs), len(jobs), time.time()
+    stop_at = begin + time_limit
+    running: list[Job] = []
+    finished = failed = cut_off = 0
+    try:
+        while running or (waiting and time.time() < stop_at):
+            if waiting and len(running) < parallel and time.time() < stop_at:
+                job = waiting.pop(0)
+                _start(job, command_of(job, stop_at), parallel)
+                running.append(job)
+                continue
+            over = [job for job in running if job.process and job.process.poll() is not None]
+            for job in over:
+                running.remove(job)
+                assert job.process is not None
+                seconds = time.time() - job.started
+                last = ((job.folder / LOG).read_text().splitlines() or ["no output"])[-1]
+                if job.process.returncode:
+                    failed += 1
+                    say(f"{job} FAILED after {seconds:.0f} s: {last}")
+                elif job.is_done:
+                    finished += 1
+                    say(f"{finished}/{total} {job}: {last}, {seconds:.0f} s")
+                else:
+                    cut_off += 1
+                    say(f"{job} cut off: {last}")
+            if not over:
+                time.sleep(0.2)
+    finally:
+        for job in running:
+            if job.process is not None:
+                job.process.terminate()
+    left = len(waiting) + cut_off
+    say(
+        f"{finished} finished, {failed} failed, {left} left"
+        + ("; run the same command again" if left else "")
+    )
+    return failed
+
+
+def _start(job: Job, command: Sequence[str], parallel: int) -> None:
+    threads = str(max(1, (os.cpu_count() or 1) // parallel))
+    job.folder.mkdir(parents=True, exist_ok=True)
+    job.started = time.time()
+    with (job.folder / LOG).open("wb") as log:
+        job.process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": threads} | os.environ,
+        )
+
+
+def say(line: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
