@@ -40,6 +40,11 @@ class Scale:
     kl_weight: str = "0->0.02@0.3:0.6"
     cost_weight: str = "0->0.2@0.3:0.6"
     hold: float = 1.0  # weight of falling below the target; see Training.below_target
+    repeat: int = 1  # train on 1/repeat of the text, so that equal steps see it more often
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1:
+            raise ConfigError(f"repeat must be >= 1, got {self.repeat}")
 
     def with_changes(self, changes: list[str]) -> "Scale":
         """With ``NAME=VALUE`` from a command line."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from meta_attention.errors import ConfigError, DataError, ShapeError
 
 NUM_RESAMPLES = 500
-# numbers that the counts of some sequences at every rank may take
+# of all sequences at as many ranks as are counted at a time
 _MAX_COUNTS = 1 << 25
 
 
@@ -139,23 +139,34 @@ def _count_pairs(
     strata = torch.zeros_like(row) if strata is None else strata
     for stratum in strata.unique().tolist():
         inside = strata == stratum
-        is_won = is_positive[inside].bool()
+        is_won, rows = is_positive[inside].bool(), row[inside]
         values, rank = scores[inside].unique(return_inverse=True)
-        rows = row[inside]
-        rank_of_positive, row_of_positive = rank[is_won], rows[is_won]
-        rank_of_negative, row_of_negative = rank[~is_won], rows[~is_won]
-        num_ranks = len(values)
-        width = max(1, _MAX_COUNTS // num_ranks)  # sequences whose counts fit at a time
-        for first in range(0, S, width):
-            last = min(first + width, S)
-            is_near = (row_of_negative >= first) & (row_of_negative < last)
-            at = (row_of_negative[is_near] - first) * num_ranks + rank_of_negative[is_near]
-            size = (last - first) * num_ranks
-            counts = torch.bincount(at, minlength=size).view(-1, num_ranks).to(wide)
+        # sequences may have examples of one kind only
+        of_positive, row_of_positive = rows[is_won].unique(return_inverse=True)
+        of_negative, row_of_negative = rows[~is_won].unique(return_inverse=True)
+        if not len(of_positive) or not len(of_negative):
+            continue
+        positives, negatives = rank[is_won], rank[~is_won]
+        won = wins.new_zeros(len(of_positive), len(of_negative))
+        below = wins.new_zeros(len(of_negative), 1)
+        width = max(1, _MAX_COUNTS // S)
+        for first in range(0, len(values), width):
+            last = min(first + width, len(values))
+            wanted = _count_ranks(positives, row_of_positive, first, last, len(of_positive))
+            counts = _count_ranks(negatives, row_of_negative, first, last, len(of_negative))
+            wanted, counts = wanted.to(wide), counts.to(wide)
             # negatives below each rank, and half of those at it
-            below = counts.cumsum(dim=1) - counts / 2
-            wins[:, first:last].index_add_(0, row_of_positive, below[:, rank_of_positive].T)
-        positives = torch.bincount(row_of_positive, minlength=S).to(wide)
-        negatives = torch.bincount(row_of_negative, minlength=S).to(wide)
-        pairs += positives.unsqueeze(1) * negatives
+            won += wanted @ (below + counts.cumsum(dim=1) - counts / 2).T
+            below += counts.sum(dim=1, keepdim=True)
+        wins[of_positive.unsqueeze(1), of_negative] += won
+        num_positive = torch.bincount(rows[is_won], minlength=S).to(wide)
+        num_negative = torch.bincount(rows[~is_won], minlength=S).to(wide)
+        pairs += num_positive.unsqueeze(1) * num_negative
     return wins, pairs
+
+
+def _count_ranks(rank: Tensor, row: Tensor, first: int, last: int, num_rows: int) -> Tensor:
+    """How many scores of each row have each rank from ``first`` to ``last - 1``."""
+    is_inside = (rank >= first) & (rank < last)
+    at = row[is_inside] * (last - first) + rank[is_inside] - first
+    return torch.bincount(at, minlength=num_rows * (last - first)).view(num_rows, -1)
