@@ -113,8 +113,12 @@ class TokenTable:
 def token_texts(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> list[str]:
     """Text of each token; empty for special ones."""
     special = set(tokenizer.all_special_ids)
-    texts = ((index, tokenizer.decode([index])) for index in range(vocab_size))
-    return ["" if index in special else str(text) for index, text in texts]
+
+    def text(index: int) -> str:
+        # a space before a full stop is part of the token
+        return str(tokenizer.decode([index], clean_up_tokenization_spaces=False))
+
+    return ["" if index in special else text(index) for index in range(vocab_size)]
 
 
 def frequency_deciles(texts: dict[str, Tensor], vocab_size: int) -> Tensor:

@@ -35,7 +35,7 @@ def report(folders: Sequence[Path], out: Path) -> dict[str, list[Row]]:
         )
     rows = summarise(runs)
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{REPORT}.json").write_text(json.dumps(rows, indent=1, allow_nan=False) + "\n")
+    (out / f"{REPORT}.json").write_text(json.dumps(rows, allow_nan=False) + "\n")
     parts = ["# Uncertainty and routes, tested\n"]
     for scale, of_scale in rows.items():
         parts += [f"## {scale}\n", HOW_TO_READ, *tables(of_scale)]
@@ -87,7 +87,7 @@ def merge(nodes: Sequence[Any]) -> Any:
         if figure and figure["n"] == 1:
             [node] = [node for node in known if node["value"] is not None]
             if node["low"] is not None:
-                figure["interval"] = (node["high"] - node["low"]) / 2
+                figure["interval"] = _short((node["high"] - node["low"]) / 2)
         return figure
     if isinstance(first, dict):
         names = dict.fromkeys(name for node in known for name in node)
@@ -97,8 +97,15 @@ def merge(nodes: Sequence[Any]) -> Any:
         is_one = len({len(node) for node in known}) == 1
         return [merge(values) for values in zip(*known, strict=True)] if is_one else None
     if isinstance(first, int | float) and not isinstance(first, bool):
-        return {"mean": statistics.mean(known), "interval": interval(known), "n": len(known)}
+        half = interval(known)
+        mean, half = _short(statistics.mean(known)), None if half is None else _short(half)
+        return {"mean": mean, "interval": half, "n": len(known)}
     return first
+
+
+def _short(value: float) -> float:
+    """Six digits: there are thousands of figures, and none is known better."""
+    return float(f"{value:.6g}")
 
 
 # --- Markdown ---
