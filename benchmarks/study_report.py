@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from study_run import RESULT, TIMING
-from study_variants import VARIANTS, base_and_endings, find_variant
+from study_variants import find_variant, place_of
 
 from meta_attention.errors import DataError
 
@@ -49,15 +49,9 @@ def summarise(results: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         groups[result["scale"]][result["variant"]].append(result)
-    order = list(VARIANTS)
-
-    def place(name: str) -> tuple[int, list[str]]:
-        base, endings = base_and_endings(name)
-        return order.index(base), endings
-
     tables = {}
     for scale, variants in groups.items():
-        rows = [_row(name, variants[name]) for name in sorted(variants, key=place)]
+        rows = [_row(name, variants[name]) for name in sorted(variants, key=place_of)]
         _compare_with_static(rows)
         tables[scale] = rows
     return tables

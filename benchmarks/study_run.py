@@ -13,6 +13,7 @@ import math
 import statistics
 import time
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -95,11 +96,13 @@ class Training:
         )
         pressure = variant.pressure(scale)
         self.economy = Economy(scale.steps, pressure, variant.target)
-        self.text = torch.cat(list(cache.tokens("train", device).values()))
+        # of every corpus the beginning, so that more repetitions see a part of what fewer see
+        texts = cache.tokens("train", device).values()
+        self.text = torch.cat([text[: len(text) // scale.repeat] for text in texts])
         if len(self.text) <= scale.length:
             raise DataError(
                 f"the training text must have more than {scale.length} tokens, got "
-                f"{len(self.text)}; prepare a larger cache"
+                f"{len(self.text)}; prepare a larger cache, or lower repeat"
             )
         controllers = [block.attention.controller for block in self.model.model.layers]
         static = [c.costs.item() for c in controllers if len(c.costs) == 1]
@@ -120,7 +123,7 @@ class Training:
         return self.text[starts + torch.arange(T, device=self.device)].long()
 
     def step(self) -> Tensor:
-        """One step; task loss, KL, projected cost and cost of the routed layers, on the device."""
+        """One step; task loss, KL, projected and routed cost, routing entropy, on the device."""
         # text and routes of a step depend on nothing before it
         torch.manual_seed(1_000_003 * (self.seed + 1) + self.steps_done)
         self.ids.copy_(self.batch())
@@ -159,7 +162,13 @@ class Training:
         """Forward, backward and update: all of a step that runs on the device."""
         self.optimiser.zero_grad(set_to_none=True)
         with autocast(self.device):
-            out = self.model(self.ids, labels=self.ids, use_cache=False, output_routed_cost=True)
+            out = self.model(
+                self.ids,
+                labels=self.ids,
+                use_cache=False,
+                output_routed_cost=True,
+                output_routing_entropy=True,
+            )
         loss = routing_loss(
             out.task_loss,
             out.kl,
@@ -170,7 +179,8 @@ class Training:
         (loss + self.knobs["hold"] * self.below_target(out.projected_cost)).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimiser.step()
-        return torch.stack([out.task_loss, out.kl, out.projected_cost, out.routed_cost]).detach()
+        costs = (out.projected_cost, out.routed_cost)
+        return torch.stack([out.task_loss, out.kl, *costs, out.routing_entropy]).detach()
 
     def _capture(self) -> None:
         """Record a step, to be replayed: short kernels would wait for the host to launch them."""
@@ -183,13 +193,13 @@ class Training:
     def window(self) -> dict[str, float]:
         """The steps up to the next multiple of ``WINDOW`` or the end, and their means."""
         begin, first = time.perf_counter(), self.steps_done
-        total = torch.zeros(4, device=self.device)
+        total = torch.zeros(5, device=self.device)
         while True:
             total += self.step()
             if self.steps_done % WINDOW == 0 or self.steps_done == self.scale.steps:
                 break
         num_steps = self.steps_done - first
-        loss, kl, projected_cost, routed_cost = (total / num_steps).tolist()
+        loss, kl, projected_cost, routed_cost, routing_entropy = (total / num_steps).tolist()
         believed_cost = self.of_routed_layers(projected_cost)
         seconds = time.perf_counter() - begin
         self.seconds += seconds
@@ -204,6 +214,7 @@ class Training:
             "projected_cost": projected_cost,
             "routed_cost": routed_cost,
             "believed_cost": believed_cost,
+            "routing_entropy": 100.0 * routing_entropy,  # percent, as evaluation has it
             "pressure": self.economy.value(self.economy.pressure, self.steps_done),
             "multiplier": self.economy.multiplier,
             "lr": learning_rate(self.scale, self.steps_done - 1),
@@ -272,7 +283,7 @@ def run(
         "variant": variant_name,
         "seed": seed,
         "scale": scale_name,
-        "settings": {name: getattr(scale, name) for name in scale.__slots__},
+        "settings": asdict(scale),
         "routing": variant.to_dict(),
         "text": cache.manifest,
         "model": training.model.config.to_diff_dict(),
@@ -302,6 +313,8 @@ def _check_same(folder: Path, settings: dict[str, Any]) -> None:
         path.write_text(text)
         return
     before, now = json.loads(path.read_text()), json.loads(text)
+    # settings that a run did not have yet were at their default
+    before["settings"] = asdict(Scale(**before["settings"]))
     for name in ("settings", "routing", "text"):
         if before[name] != now[name]:
             raise ConfigError(

@@ -16,6 +16,10 @@ when it is started again.
     python benchmarks/study_text.py time --cache runs/cache --runs runs/study
     python benchmarks/study_text.py report --runs runs/study
 
+    # an eighth of the text, seen eight times as often in equal steps; runs of each its own folder
+    python benchmarks/study_text.py run --cache runs/cache --out runs/repeat-8 \\
+        --variant bayes-all-token-0.25 --set repeat=8
+
 "NAME --help" says more of each.
 """
 

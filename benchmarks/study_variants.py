@@ -46,6 +46,11 @@ class Scale:
     # training reads anything beyond a hundred tokens, so that nothing could be told apart
     short_conv: int = 3
     argmax_from: float = 1.0  # share of the steps after which routes are no longer drawn
+    repeat: int = 1  # train on 1/repeat of the text, so that equal steps see it more often
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1:
+            raise ConfigError(f"repeat must be >= 1, got {self.repeat}")
 
     def with_changes(self, changes: list[str]) -> "Scale":
         """With ``NAME=VALUE`` from a command line."""
@@ -240,3 +245,9 @@ def base_and_endings(name: str) -> tuple[str, list[str]]:
     if endings and not VARIANTS[base].is_routed:
         raise ConfigError(f"variant {base} has no routes, so nothing may follow it, got {name!r}")
     return base, endings
+
+
+def place_of(name: str) -> tuple[int, list[str]]:
+    """Where a variant stands in tables: as listed above, endings after their base."""
+    base, endings = base_and_endings(name)
+    return list(VARIANTS).index(base), endings

@@ -11,7 +11,7 @@ import torch
 from study_data import Cache, prepare
 from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 
-from meta_attention.errors import ConfigError
+from meta_attention.errors import ConfigError, DataError
 from meta_attention.training.corpus import embedded_corpus
 
 STEPS = "steps=20"
@@ -114,6 +114,42 @@ def test_a_run_stops_in_time_and_does_not_go_on_with_other_settings(cache, tmp_p
         study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["lr=0.1"])
 
 
+def test_metrics_have_the_entropy_of_beliefs(cache, tmp_path):
+    for variant, is_routed in (("bayes-all-token-0.25", True), ("full", False)):
+        study_run.run(cache, tmp_path, variant, 0, "tiny")
+        path = tmp_path / f"tiny-{variant}-seed0" / "metrics.jsonl"
+        entropy = json.loads(path.read_text().splitlines()[-1])["routing_entropy"]
+        # drawn routes would have none
+        assert 10.0 < entropy < 90.0 if is_routed else entropy == 0.0
+
+
+def test_repeated_text_is_the_beginning_of_the_whole(cache, tmp_path):
+    def text(repeat):
+        scale = SCALES["tiny"].with_changes([f"repeat={repeat}"])
+        return study_run.Training(cache, VARIANTS["local"], scale, 0, "cpu").text
+
+    whole = text(1)
+    assert len(whole) == 8000
+    for repeat in (4, 32):
+        assert torch.equal(text(repeat), whole[: 8000 // repeat])
+    with pytest.raises(DataError, match="lower repeat"):
+        text(200)
+    study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["repeat=4"])
+    settings = json.loads((tmp_path / "tiny-local-seed0" / "config.json").read_text())["settings"]
+    assert settings["repeat"] == 4
+
+
+def test_a_run_from_before_a_setting_goes_on_with_its_default(cache, tmp_path):
+    first = study_run.run(cache, tmp_path, "local", 0, "tiny")
+    path = tmp_path / "tiny-local-seed0" / "config.json"
+    before = json.loads(path.read_text())
+    del before["settings"]["repeat"]
+    path.write_text(json.dumps(before))
+    assert study_run.run(cache, tmp_path, "local", 0, "tiny") == first
+    with pytest.raises(ConfigError, match="settings it began with"):
+        study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["repeat=2"])
+
+
 def test_only_a_cost_below_the_target_is_held_up(cache):
     variant = VARIANTS["bayes-global-token-0.4"]
     training = study_run.Training(cache, variant, SCALES["tiny"], 0, "cpu")
@@ -181,6 +217,8 @@ def test_errors_say_what_to_do(tmp_path, capsys):
         SCALES["tiny"].with_changes(["stepz=3"])
     with pytest.raises(ConfigError, match="steps must be a number"):
         SCALES["tiny"].with_changes(["steps=many"])
+    with pytest.raises(ConfigError, match="repeat must be >= 1"):
+        SCALES["tiny"].with_changes(["repeat=0"])
 
 
 def test_endings_of_a_variant_add_up():

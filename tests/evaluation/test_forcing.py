@@ -1,13 +1,20 @@
 """Forcing experts, and the figures judged by it."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
-from meta_attention.errors import ConfigError
+from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.evaluation.calibration import expected_calibration_error
-from meta_attention.evaluation.forcing import RouteJudge, attention_layers, force_expert
+from meta_attention.evaluation.forcing import (
+    RouteJudge,
+    attention_layers,
+    force_expert,
+    force_routes,
+)
 
 IDS = torch.arange(24).reshape(2, 12) * 7 % 256
 
@@ -112,3 +119,66 @@ def test_a_model_without_choices_cannot_be_judged(config):
     config.layer_experts = [["full"], ["local"], ["full"]]
     with pytest.raises(ConfigError, match="more than one"):
         RouteJudge(MetaAttentionForCausalLM(config))
+
+
+def test_forced_routes_are_taken_token_by_token(model):
+    wanted = {0: torch.randint(3, IDS.shape), 2: torch.randint(2, IDS.shape)}
+    with force_routes(model, wanted):
+        weights = run(model).routing_weights
+    for layer, expert in wanted.items():
+        assert torch.equal(weights[layer], F.one_hot(expert, weights[layer].shape[-1]).float())
+
+
+def test_forcing_the_routes_a_model_takes_changes_nothing(config):
+    config.routing = "hard"
+    model = MetaAttentionForCausalLM(config).eval()
+    free = run(model)
+    taken = {layer: free.routing_weights[layer].argmax(-1) for layer in (0, 2)}
+    assert taken[0].unique().numel() > 1
+    with force_routes(model, taken):
+        torch.testing.assert_close(run(model).logits, free.logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("routes", "error", "message"),
+    [
+        ({0: torch.full((2, 12), 3)}, ConfigError, "below the 3 of layer 0"),
+        ({2: torch.full((2, 12), -1)}, ConfigError, "got -1"),
+        ({0: torch.zeros(2, 11)}, ShapeError, re.escape("must be [2, 12]")),
+    ],
+)
+def test_routes_that_do_not_fit_are_refused(routes, error, message, model):
+    controllers = [layer.controller for layer in attention_layers(model)]
+    with pytest.raises(error, match=message), force_routes(model, routes):
+        run(model)
+    assert [layer.controller for layer in attention_layers(model)] == controllers
+
+
+def judged(model, table, weights, **options):
+    """Verdict on layer 0, where experts have the losses of a table."""
+
+    def rescore():
+        layer = attention_layers(model)[0].controller
+        return table[:, getattr(layer, "expert_index", 0)]
+
+    judge = RouteJudge(model, **options)
+    judge.add(table[:, 0], [weights, torch.ones(2, 1), weights[..., :2]], rescore)
+    return judge.verdict().layers[0]
+
+
+def test_of_equal_experts_none_is_wrong(model):
+    table = torch.tensor([[1.0, 2.0, 1.0], [1.0, 2.0, 1.0]])
+    # certain of one of the two best, and of the other
+    verdict = judged(model, table, torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]))
+    assert verdict.routing_ece == 0.0
+    assert list(verdict.best_share.values()) == [0.5, 0.0, 0.5]
+    # each key-value head by itself: one of two is wrong
+    verdict = judged(model, table, torch.tensor([[[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]] * 2))
+    assert verdict.routing_ece == 0.5
+
+
+def test_what_is_equal_may_be_given(model):
+    table = torch.tensor([[1.0, 1.001, 1.1], [1.0, 1.001, 1.1]])
+    weights = torch.tensor([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
+    assert judged(model, table, weights).routing_ece == 1.0
+    assert judged(model, table, weights, tie=0.01).routing_ece == 0.0

@@ -1,5 +1,6 @@
 """The language model: loads, saves, trains and generates like any Transformers model."""
 
+import math
 import subprocess
 import sys
 
@@ -186,6 +187,40 @@ def test_routed_cost_is_that_of_evaluations_routes(make_model, tokens):
     torch.testing.assert_close(training.routed_cost, expected)
     assert not training.routed_cost.requires_grad
     assert model(ids, mask, labels=ids).routed_cost is None
+
+
+@pytest.mark.parametrize("controller", ["bayesian", "prior_free"])
+def test_routing_entropy_is_that_of_the_belief_also_where_routes_are_drawn(
+    make_model, tokens, controller
+):
+    layers = [["full", "linear", "local"], ["local"], ["full", "local"]]
+    model = make_model(
+        layer_experts=layers, controller=controller, uncertainty_signal="margin", routing="soft"
+    )
+    ids, mask = tokens(), torch.ones(2, 24, dtype=torch.long)
+    mask[1, :9] = 0
+    out = model(ids, mask, output_routing=True, output_routing_entropy=True)
+    shares = [
+        torch.special.entr(weights).sum(-1)[mask.bool()].mean() / math.log(len(names))
+        for weights, names in zip(out.routing_weights, layers, strict=True)
+        if len(names) > 1
+    ]
+    # soft weights are the belief itself
+    torch.testing.assert_close(out.routing_entropy, sum(shares) / 2)
+    # drawn routes change what later layers see, so that of a model with one routed layer
+    one = make_model(
+        layer_experts=layers[:1],
+        num_hidden_layers=1,
+        controller=controller,
+        uncertainty_signal="margin",
+        routing="soft",
+    )
+    soft = one(ids, mask, output_routing_entropy=True).routing_entropy
+    one.config.routing, one.config.training_weights = "hard", "one_hot"
+    drawn = one.train()(ids, mask, labels=ids, output_routing_entropy=True).routing_entropy
+    torch.testing.assert_close(drawn, soft)
+    assert not drawn.requires_grad
+    assert one(ids, mask, labels=ids).routing_entropy is None
 
 
 @pytest.mark.parametrize("tied", [True, False])

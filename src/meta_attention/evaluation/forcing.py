@@ -10,11 +10,17 @@ once, because one token at a time would take a pass each: what the expert does t
 is therefore part of its loss. Likewise all key-value heads of a token at once, also where these
 have routes of their own; each of them then says for itself which expert is best.
 
+Experts of equal loss are all best: a token that sees no further than the window has no reason to
+prefer full attention to local, and no route of it is wrong.
+
+:func:`force_routes` forces any routes, a token each: those of other tokens, say, to see whether it
+matters which token takes which.
+
 Shapes: B batch, T sequence, E experts of a layer, G key-value heads that have routes of their own,
 M tokens judged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meta_attention.controller import PointPosterior
-from meta_attention.errors import ConfigError
+from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.evaluation.calibration import CalibrationTally
 from meta_attention.layers import BayesianMetaAttentionLayer
 
@@ -46,14 +52,14 @@ class ForcedPosterior(PointPosterior):
 
 
 class ForcedController(nn.Module):
-    """Stands in for a controller and sends every token to one expert.
+    """Stands in for a controller and sends tokens to given experts.
 
     Args:
         controller: The one it stands in for; costs and prior stay its own.
-        expert_index: The expert every token takes.
+        expert_index: The expert every token takes, or that of each, ``[B, T]`` or ``[B, T, G]``.
     """
 
-    def __init__(self, controller: nn.Module, expert_index: int) -> None:
+    def __init__(self, controller: nn.Module, expert_index: int | Tensor) -> None:
         super().__init__()
         self.controller = controller
         self.expert_index = expert_index
@@ -75,7 +81,16 @@ class ForcedController(nn.Module):
         return self.controller.groups  # type: ignore[return-value]
 
     def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
-        expert = torch.full((*x.shape[:2], *self.groups), self.expert_index, device=x.device)
+        shape = (*x.shape[:2], *self.groups)
+        if isinstance(self.expert_index, int):
+            expert = torch.full(shape, self.expert_index, device=x.device)
+        else:
+            expert = self.expert_index.to(x.device).long()
+        if expert.shape != shape:
+            raise ShapeError(
+                f"forced routes must be {list(shape)}, one for each route there is, got "
+                f"{list(expert.shape)}"
+            )
         return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())
 
 
@@ -95,25 +110,50 @@ def force_expert(
         layer_indices: Which of its layers.
         expert_index: Index of the expert among those of the layer.
     """
+    with _standing_in(model, dict.fromkeys(layer_indices, expert_index)):
+        yield
+
+
+@contextmanager
+def force_routes(model: nn.Module, routes: Mapping[int, Tensor]) -> Iterator[None]:
+    """Send tokens to given experts; afterwards the model is as before.
+
+    Args:
+        model: A routed model, called with one batch of the shape of the routes.
+        routes: By index of the layer, the index of the expert of every token ``[B, T]``, or of
+            every key-value head ``[B, T, G]`` where these have routes of their own.
+    """
+    with _standing_in(model, routes):
+        yield
+
+
+@contextmanager
+def _standing_in(model: nn.Module, experts: Mapping[int, int | Tensor]) -> Iterator[None]:
+    """Forced controllers in place of the layers' own."""
     layers = attention_layers(model)
-    for index in layer_indices:
+    for index, expert in experts.items():
         if not 0 <= index < len(layers):
             raise ConfigError(f"layer must be below the model's {len(layers)}, got {index}")
         names = layers[index].expert_names
-        if not 0 <= expert_index < len(names):
+        low, high = (expert, expert) if isinstance(expert, int) else _extremes(expert)
+        if not 0 <= low <= high < len(names):
             raise ConfigError(
                 f"expert must be below the {len(names)} of layer {index}, {', '.join(names)}; "
-                f"got {expert_index}"
+                f"got {low if low < 0 else high}"
             )
-    # a layer named twice is forced once
-    controllers = {index: layers[index].controller for index in layer_indices}
+    controllers = {index: layers[index].controller for index in experts}
     try:
         for index, controller in controllers.items():
-            layers[index].controller = ForcedController(controller, expert_index)  # type: ignore[assignment]
+            layers[index].controller = ForcedController(controller, experts[index])  # type: ignore[assignment]
         yield
     finally:
         for index, controller in controllers.items():
             layers[index].controller = controller
+
+
+def _extremes(expert: Tensor) -> tuple[int, int]:
+    low, high = torch.stack(expert.aminmax()).tolist()
+    return low, high
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +177,7 @@ class LayerVerdict:
     forced_loss: dict[str, float]
     """Loss with each expert forced on all tokens, nats."""
     best_share: dict[str, float]
-    """Share of the tokens for which each expert is best."""
+    """Share of the tokens for which each expert is best; equals share a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +212,12 @@ class RouteJudge:
 
     Args:
         model: A routed model with a layer of more than one expert.
+        tie: Losses no further than this from the lowest are equal to it, in nats. In reduced
+            precision rounding would else say which of two equal experts is the best.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, tie: float = 0.0) -> None:
+        self.model, self.tie = model, tie
         self.experts = {
             index: layer.expert_names
             for index, layer in enumerate(attention_layers(model))
@@ -214,12 +256,14 @@ class RouteJudge:
                 with force_expert(self.model, [layer], expert):
                     losses.append(rescore().double().cpu())
             forced = torch.stack(losses, dim=-1)  # [M, E]
-            lowest, best = forced.min(dim=-1)
+            lowest = forced.amin(dim=-1, keepdim=True)
+            is_best = forced <= lowest + self.tie
             self.best[layer] += lowest.sum().item()
             self.sums[layer][0] += forced.sum(dim=0)
-            self.sums[layer][1] += torch.bincount(best, minlength=len(names))
+            self.sums[layer][1] += (is_best / is_best.sum(dim=-1, keepdim=True)).sum(dim=0)
             confidence, top = weights[layer].cpu().max(dim=-1)  # [M] or [M, G]
-            self.calibration[layer].add(confidence, top == best.view(-1, *[1] * (top.dim() - 1)))
+            is_right = is_best.gather(-1, top.flatten(1) if top.dim() > 1 else top.unsqueeze(-1))
+            self.calibration[layer].add(confidence, is_right.view_as(top))
 
     def verdict(self) -> RouteVerdict:
         """Figures over every token judged so far."""

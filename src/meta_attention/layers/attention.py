@@ -4,6 +4,7 @@ Shapes: B batch, T sequence, D width, H heads, P head width, E experts, G key-va
 has a route of its own.
 """
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -73,6 +74,15 @@ class LayerOutput:
         It is what a hard route executes in evaluation; in training another may have been drawn.
         """
         return self._of_tokens(self.costs[self.posterior.mean.detach().argmax(dim=-1)])
+
+    @property
+    def routing_entropy(self) -> Tensor:
+        """H(expected weights) / ln E [B, T], zero for padding; no gradient. Of a layer of choices.
+
+        Of drawn routes, too, it is how undecided the controller was.
+        """
+        mean_entropy = self.posterior.mean_entropy.detach()
+        return self._of_tokens(mean_entropy / math.log(len(self.costs)))
 
     def _of_tokens(self, x: Tensor) -> Tensor:
         """[B, T] from [B, T] or [B, T, G], zero for padding."""

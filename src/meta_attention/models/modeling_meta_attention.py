@@ -40,6 +40,7 @@ class RoutedModelOutput(ModelOutput):
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
     routed_cost: Tensor | None = None  # [], of evaluation's routes, mean over routed layers
+    routing_entropy: Tensor | None = None  # [], of beliefs, share of ln E, mean over routed layers
     routing_weights: tuple[Tensor, ...] | None = None  # [B, T, E] or [B, T, G, E] per layer
     concentrations: tuple[Tensor | None, ...] | None = None  # likewise; None without a prior
     hidden_states: tuple[Tensor, ...] | None = None
@@ -54,6 +55,7 @@ class RoutedCausalLMOutput(ModelOutput):
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
     routed_cost: Tensor | None = None  # [], of evaluation's routes, mean over routed layers
+    routing_entropy: Tensor | None = None  # [], of beliefs, share of ln E, mean over routed layers
     logits: Tensor | None = None  # [B, T, V]
     past_key_values: Cache | None = None
     routing_weights: tuple[Tensor, ...] | None = None  # [B, T, E] or [B, T, G, E] per layer
@@ -140,6 +142,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_losses: bool = True,
         output_routed_cost: bool = False,
+        output_routing_entropy: bool = False,
         **kwargs: object,
     ) -> RoutedModelOutput:
         """Run the blocks.
@@ -162,6 +165,9 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             output_routed_cost: Return ``routed_cost``: the cost of the experts most believed in,
                 which are those that hard routing executes in evaluation; mean over tokens and
                 routed layers.
+            output_routing_entropy: Return ``routing_entropy``: that of the expected weights, also
+                where one expert was drawn from them, as a share of ln E; mean over tokens and
+                routed layers, 0 if there are none.
             kwargs: Ignored; Transformers passes flags of its own.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -232,6 +238,11 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 if output_routed_cost
                 else None
             ),
+            routing_entropy=(
+                _mean_of([o.routing_entropy for o in routed], new_mask, x)
+                if output_routing_entropy
+                else None
+            ),
             routing_weights=tuple(o.routes.weights for o in outputs) if output_routing else None,
             concentrations=tuple(map(_concentration, outputs)) if output_routing else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
@@ -284,6 +295,7 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_routed_cost: bool = False,
+        output_routing_entropy: bool = False,
         **kwargs: object,
     ) -> RoutedCausalLMOutput:
         """Logits, and the loss when there are labels.
@@ -296,8 +308,8 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             logits_to_keep: Compute logits of the last tokens only (0: of all), or of these
                 positions.
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, document_ids,
-                use_cache, output_routing, output_hidden_states, output_routed_cost, kwargs: See
-                :class:`MetaAttentionModel`.
+                use_cache, output_routing, output_hidden_states, output_routed_cost,
+                output_routing_entropy, kwargs: See :class:`MetaAttentionModel`.
         """
         hidden = self.model(
             input_ids,
@@ -312,6 +324,7 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             # generating asks for none of it, at every token
             labels is not None or output_routing or torch.is_grad_enabled(),
             output_routed_cost,
+            output_routing_entropy,
             **kwargs,
         )
         if labels is not None and (
@@ -342,6 +355,7 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             kl=hidden.kl,
             projected_cost=hidden.projected_cost,
             routed_cost=hidden.routed_cost,
+            routing_entropy=hidden.routing_entropy,
             logits=logits,
             past_key_values=hidden.past_key_values,
             routing_weights=hidden.routing_weights,
