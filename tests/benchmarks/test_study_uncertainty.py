@@ -127,7 +127,7 @@ def test_losses_are_those_of_the_study(runs, cache, figures):
         hard = study_run.score(model, texts, scale, scale.length)["loss"]
         model.config.routing = "soft"
         soft = study_run.score(model, texts, scale, scale.length)["loss"]
-    assert hard != pytest.approx(soft, abs=1e-4)
+    assert hard != pytest.approx(soft, abs=1e-6)
     assert figures[TOKEN]["loss"]["hard"] == pytest.approx(hard, abs=1e-5)
     assert figures[TOKEN]["loss"]["soft"] == pytest.approx(soft, abs=1e-5)
     assert figures[TOKEN]["hurts"]["soft"]["mean"]["value"] == pytest.approx(hard - soft, abs=1e-5)
