@@ -347,7 +347,7 @@ def recall() -> Settings:
         # counted at this length, linear attention would be the dearer of the two cheap ones
         expert_costs="paper",
         # with it one layer can store a value under its key; without, two have to find out together
-        # that one shall look a token back, and in 1,500 steps with 16 pairs they do not
+        # that one shall look a token back, and in 1,500 steps with 16 pairs they did not
         short_conv=3,
         # 1 / sqrt(D); at 0.02 it takes longer
         initializer_range=0.125,
