@@ -62,8 +62,8 @@ class MetaAttentionConfig(PreTrainedConfig):
         use_rope: Rotate queries and keys by position in the softmax experts.
         short_conv: Taps of a causal convolution over queries, keys and values, each channel on its
             own: with 3, a token's heads also hold something of the two tokens before it, so that
-            one layer can find what followed a token. None: without. A new one passes tokens on
-            as they are. Shared by all experts that share projections.
+            one layer can find what followed a token. None: without. Shared by all experts that
+            share projections.
         controller: ``"bayesian"`` or ``"prior_free"``.
         controller_hidden_size: Width of the controller's hidden layer.
         start_expert: Expert that a new model believes in for every token, in the layers that have

@@ -39,7 +39,7 @@ def make_layer(dtype=torch.float64, **kwargs) -> BayesianMetaAttentionLayer:
     torch.manual_seed(0)
     layer = BayesianMetaAttentionLayer(MetaAttentionConfig(**options)).to(dtype).eval()
     for name, weight in layer.named_parameters():
-        # a new one does nothing
+        # a new one is the same in all channels
         if "short_conv" in name:
             torch.nn.init.normal_(weight)
     return layer

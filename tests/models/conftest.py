@@ -28,7 +28,7 @@ def make_model():
         torch.manual_seed(seed)
         model = MetaAttentionForCausalLM(MetaAttentionConfig(**(defaults | kwargs))).eval()
         for name, weight in model.named_parameters():
-            # new, these do nothing
+            # new, these are the same in all channels, or nothing
             if "short_conv" in name or name.endswith("k_proj.bias"):
                 torch.nn.init.normal_(weight)
         return model

@@ -11,9 +11,16 @@ from meta_attention.controller import KeepFloat32
 from meta_attention.experts import Heads
 from meta_attention.ops.rotary import rotate
 
+# of a new convolution: the token itself, and the one before
+START_TAPS = (0.6, 0.4)
+
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of each channel over the last tokens; a new one is the identity.
+    """A causal convolution of each channel over the last tokens.
+
+    A new one has 0.6 of a token and 0.4 of the one before it: a value is stored under its key from
+    the first step, in part. As the identity, it was of no more use than none (see
+    ``docs/architecture.md``).
 
     Args:
         channels: Channels, C.
@@ -27,10 +34,11 @@ class ShortConvolution(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        identity = torch.zeros_like(self.weight)
-        identity[:, 0] = 1.0
+        start = torch.zeros_like(self.weight)
+        first = torch.tensor(START_TAPS if self.weight.shape[1] > 1 else (1.0,))
+        start[:, : len(first)] = first
         # of Transformers: leaves alone what was loaded
-        init.copy_(self.weight, identity)
+        init.copy_(self.weight, start)
 
     def forward(
         self, x: Tensor, past: Tensor | None = None, documents: Tensor | None = None
