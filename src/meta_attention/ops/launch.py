@@ -31,38 +31,38 @@ def launch(
     Args:
         kernel: With its parameters in the order of these arguments.
         grid: How many programs along each axis.
-        tensors: Tensors, None, and descriptors whose tiles follow from the constants. The launch is
-            on their device, which need not be the current one.
+        tensors: Tensors, at least one; None; and descriptors whose tiles and precision follow from
+            the rest. The launch is on their device, which need not be the current one.
         numbers: Sizes and strides.
         constants: What the code is compiled for, in the order of the kernel's parameters.
         options: ``num_warps`` and the like.
     """
-    like: list[object] = [kernel.fn]
     # addresses in place of tensors: the driver is asked about every tensor, and takes its time
-    arguments: list[Any] = []
-    device = -1
+    addresses: list[Any] = []
+    like: list[object] = []
     for x in tensors:
         if isinstance(x, Tensor):
             address = x.data_ptr()
-            like += (x.dtype, address % 16)
-            arguments.append(address)
-            device = x.get_device()
+            addresses.append(address)
+            like.append(x.dtype)
+            like.append(address % 16)
+            one = x
         else:
+            addresses.append(x)
             like.append(x is None)
-            arguments.append(x)
+    device = one.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, grid, tensors, numbers, constants, **options)
         return
-    arguments += numbers
-    arguments += constants.values()
-    key = (device, *like, *numbers, *constants.values(), *options.values())
+    rest = (*numbers, *constants.values())
+    key = (kernel.fn, device, *like, *rest, *options.values())
     compiled = _compiled.get(key)
     if compiled is not None and not _is_watched():
         stream = driver.active.get_current_stream(device)
         code = (stream, compiled.function, compiled.packed_metadata)
         # without what only hooks read
-        compiled.run(*grid, *code, None, None, None, *arguments)
+        compiled.run(*grid, *code, None, None, None, *addresses, *rest)
         return
     # the code gets its arguments in this order, whatever their names
     assert not constants or tuple(constants) == tuple(kernel.arg_names[-len(constants) :])

@@ -459,15 +459,15 @@ def describe_chunks(key: Tensor, value: Tensor, key_width: int, value_width: int
 
 def aligned(x: Tensor) -> Tensor:
     """``x`` [B, T, H, P], or a copy whose rows can be copied 16 bytes at a time."""
-    is_aligned = x.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides_of(x))
+    of_batch, of_token, of_head = strides_of(x)
+    is_aligned = (x.data_ptr() | of_batch | of_token | of_head) % 16 == 0
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def strides_of(x: Tensor) -> tuple[int, ...]:
+def strides_of(x: Tensor) -> tuple[int, int, int]:
     """Strides of [B, T, H]; those of axes with one entry may be anything otherwise."""
-    return tuple(
-        0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    )
+    (B, T, H, _), (of_batch, of_token, of_head, _) = x.shape, x.stride()
+    return 0 if B == 1 else of_batch, 0 if T == 1 else of_token, 0 if H == 1 else of_head
 
 
 def sum_segments(key: Tensor, copied: Copied, normalise: bool) -> Tensor:

@@ -92,9 +92,9 @@ def choose_tiles(kernel: str, width: int, itemsize: int, shared_memory: int) -> 
 class RoutedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, query, key, value, plan, windows, causal, marks):
-        # rows [N, B, T, H, P], or [1, ...] under an exclusive plan
+        # rows [N, B, T, H, P], or [B, T, H, P] under an exclusive plan
         B, T, H = query.shape[:3]
-        lse = torch.empty(rows.shape[0], B, H, T, dtype=torch.float32, device=query.device)
+        lse = torch.empty(*rows.shape[:-4], B, H, T, dtype=torch.float32, device=query.device)
         _Launch(query, key, value, plan, windows, causal, marks).forward(rows, lse)
         ctx.save_for_backward(query, key, value, rows, lse)
         ctx.plan, ctx.windows, ctx.causal, ctx.marks = plan, windows, causal, marks
@@ -185,6 +185,13 @@ class _Launch:
         itemsize = self.query.element_size()
         return choose_tiles(kernel, self.P, itemsize, _shared_memory(self.query))
 
+    def _slot_stride(self, x: Tensor) -> int:
+        """From one list's buffer to the next; lists share one under an exclusive plan."""
+        return 0 if self.plan.is_exclusive else x.stride(0)
+
+    def _row_strides(self, x: Tensor) -> tuple[int, ...]:
+        return (self._slot_stride(x), *x.stride()[-4:-1])
+
     def _num_tiles(self, queries: int, num_lists: int) -> int:
         """Tiles of queries there may be, whatever the routes."""
         if self.plan.is_exclusive:
@@ -211,7 +218,7 @@ class _Launch:
 
     def forward(self, rows: Tensor, lse: Tensor) -> None:
         num_lists = len(self.windows)
-        strides = (*_row_strides(rows), _slot_stride(lse))
+        strides = (*self._row_strides(rows), self._slot_stride(lse))
         if self.is_hopper:
             assert self.layout is not None
             hopper.launch_forward(
@@ -274,18 +281,20 @@ class _Launch:
         together = len(self.windows) if self.plan.is_exclusive else 1
         num_tiles = self._num_tiles(queries, together)
         for slot in range(len(self.windows) // together):
+            of_slot = (rows, d_rows, lse)
+            if not self.plan.is_exclusive:
+                of_slot = (rows[slot], d_rows[slot], lse[slot])
+            lists = self.lists[slot:] if slot else self.lists
             if self.is_hopper:
                 assert self.layout is not None
                 hopper_query_gradient.launch_query_gradient(
                     self.query,
                     self.key,
                     self.value,
-                    rows[slot],
-                    d_rows[slot],
-                    lse[slot],
+                    *of_slot,
                     dq,
                     [*packed_heads, *packed_sums],
-                    self.lists[slot:],
+                    lists,
                     self.plan.positions,
                     self.plan.counts,
                     *self.layout,
@@ -304,16 +313,16 @@ class _Launch:
                 (num_tiles * self.B * self.H, 1, 1),
                 (
                     *(self.query, self.key, self.value, k_desc, v_desc),
-                    *(rows[slot], d_rows[slot], lse[slot], dq, *packed_heads, *packed_sums),
-                    *(self.lists[slot:], self.plan.positions, self.plan.counts),
+                    *(*of_slot, dq, *packed_heads, *packed_sums),
+                    *(lists, self.plan.positions, self.plan.counts),
                     *self._mark_tensors()[:2],
                 ),
                 (
                     *(num_tiles, self.B * self.H, *self.sizes),
                     *(packed_rows, slot * num_tiles * queries),
                     *(*self.query.stride()[:3], *self._key_strides()),
-                    *(*_row_strides(rows), *_row_strides(d_rows), _slot_stride(lse), *offsets),
-                    self.P**-0.5,
+                    *(*self._row_strides(rows), *self._row_strides(d_rows)),
+                    *(self._slot_stride(lse), *offsets, self.P**-0.5),
                 ),
                 {
                     "NUM_LISTS": together,
@@ -422,15 +431,6 @@ def _shared_memory_of(device: int) -> int:
     return int(properties["max_shared_mem"])
 
 
-def _slot_stride(x: Tensor) -> int:
-    """From one list's buffer to the next; lists share one under an exclusive plan."""
-    return 0 if x.shape[0] == 1 else x.stride(0)
-
-
-def _row_strides(x: Tensor) -> tuple[int, ...]:
-    return (_slot_stride(x), *x.stride()[1:4])
-
-
 @torch.compiler.disable
 def routed_attention_triton(
     query: Tensor,
@@ -449,10 +449,7 @@ def routed_attention_triton(
     query, key, value = (last_contiguous(x) for x in (query, key, value))
     pairs = _order(tuple(windows.items()), plan.is_exclusive)
     if rows is None:
-        num_buffers = 1 if plan.is_exclusive else len(pairs)
-        buffer = torch.zeros(num_buffers, *query.shape, dtype=query.dtype, device=query.device)
-    else:
-        buffer = rows.unsqueeze(0)
+        buffers = () if plan.is_exclusive else (len(pairs),)
+        rows = torch.zeros(*buffers, *query.shape, dtype=query.dtype, device=query.device)
     marks = None if mask is None else _marks_of(mask)
-    out = apply(RoutedAttention, buffer, query, key, value, plan, pairs, causal, marks)
-    return out.squeeze(0) if plan.is_exclusive else out
+    return apply(RoutedAttention, rows, query, key, value, plan, pairs, causal, marks)
