@@ -1,6 +1,9 @@
 """The host's side of a launch."""
 
+import pytest
 import torch
+from triton import knobs
+from triton.runtime import driver
 
 from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 
@@ -18,7 +21,10 @@ class Double(torch.autograd.Function):
 
 
 class CountingKernel:
-    """As one of Triton's: a launch returns the machine code, which can be launched as well."""
+    """As one of Triton's: a launch returns the machine code, which can be run as well."""
+
+    arg_names = ("x_ptr", "nothing_ptr", "n", "C")
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self):
         self.fn = object()
@@ -26,31 +32,66 @@ class CountingKernel:
         self.seen = []
 
     def __getitem__(self, grid):
-        def run(*args, **options):
+        def launch(*args, **options):
             self.compiled.append(args)
-            return {grid: lambda *args: self.seen.append(args)}
+            return self
 
-        return run
+        return launch
+
+    def run(self, *args):
+        self.seen.append(args)
 
 
-def test_only_launches_that_are_alike_share_machine_code():
-    kernel, x = CountingKernel(), torch.zeros(9)
+class Driver:
+    def get_current_stream(self, device):
+        return "stream"
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(driver, "_active", Driver())
+    return CountingKernel()
+
+
+def test_only_launches_that_are_alike_share_machine_code(kernel):
+    x = torch.zeros(9)
 
     def run(x, number=3, constant=4, **options):
-        launch(kernel, (1, 1, 1), (x, None), (number,), {"C": constant}, **options)
+        launch(kernel, (5, 6, 7), (x, None), (number,), {"C": constant}, **options)
 
     run(x)
-    run(torch.ones(9))
+    other = torch.ones(9)
+    run(other)
     assert len(kernel.compiled) == 1
-    [(first, *rest)] = kernel.seen
-    assert first[0] == 1.0
-    assert rest == [None, 3, 4]
+    code = ("stream", "function", "metadata", None, None, None)
+    assert kernel.seen == [(5, 6, 7, *code, other.data_ptr(), None, 3, 4)]
     for others in ((x, 1), (x, 3, 5), (x[1:],), (x.int(),)):
         run(*others)
         run(*others)
     run(x, num_warps=8)
     assert len(kernel.compiled) == 6
     assert len(kernel.seen) == 5
+
+
+def test_a_launch_somebody_watches_goes_through_triton(kernel):
+    x, hook = torch.zeros(9), print
+    arguments = (kernel, (1, 1, 1), (x, None), (3,), {"C": 4})
+    launch(*arguments)
+    for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hooks.add(hook)
+        try:
+            launch(*arguments)
+        finally:
+            hooks.remove(hook)
+    assert len(kernel.compiled) == 3
+    launch(*arguments)
+    assert len(kernel.compiled) == 3
+    assert len(kernel.seen) == 1
+
+
+def test_constants_in_another_order_than_the_kernels_are_refused(kernel):
+    with pytest.raises(AssertionError):
+        launch(kernel, (1, 1, 1), (torch.zeros(9),), (), {"C": 4, "n": 3})
 
 
 def test_sizes_round_up():

@@ -162,11 +162,12 @@ class BayesianMetaAttentionLayer(nn.Module):
 
         # tokens -> posterior -> routes
         posterior = self.controller(x, position_ids)
+        gradient = self.config.route_gradient
         routes = choose_routes(
             posterior,
             routing=self.config.routing,
             draw=self.config.training_weights if self.training else "mean",
-            gradient=self.config.route_gradient,
+            gradient=gradient,
             signal=self.config.uncertainty_signal,
             threshold=self.controller.uncertainty_threshold,
         )
@@ -197,7 +198,7 @@ class BayesianMetaAttentionLayer(nn.Module):
             self.controller.prior_concentration,
             self.controller.costs,
             is_padding,
-            teaches_belief=self.config.route_gradient == "chosen",
+            teaches_belief=gradient == "chosen",
         )
 
     def _project(
@@ -228,7 +229,8 @@ class BayesianMetaAttentionLayer(nn.Module):
 
     def _plan(self, routes: Routes, is_padding: Tensor | None) -> RoutePlan | None:
         """Which tokens each expert works on; None where all experts work on all tokens."""
-        if self.config.routing == "soft" or len(self.experts) == 1:
+        routing = self.config.routing
+        if routing == "soft" or len(self.experts) == 1:
             return None
         if routes.weights.requires_grad and self.config.route_gradient == "all":
             # a straight-through gradient reads the rows that were not chosen, too
@@ -236,7 +238,7 @@ class BayesianMetaAttentionLayer(nn.Module):
         return plan_routes(
             routes.weights,
             mask=None if is_padding is None else ~is_padding,
-            is_exclusive=self.config.routing == "hard",
+            is_exclusive=routing == "hard",
             impl=self.config.impl,
         )
 

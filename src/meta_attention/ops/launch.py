@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
 
 # launches that are remembered, of all shapes together
 MAX_KNOWN = 4096
@@ -29,26 +31,58 @@ def launch(
     Args:
         kernel: With its parameters in the order of these arguments.
         grid: How many programs along each axis.
-        tensors: Tensors, None, and descriptors whose tiles follow from the constants. The launch is
-            on their device, which need not be the current one.
+        tensors: Tensors, at least one; None; and descriptors whose tiles and precision follow from
+            the rest. The launch is on their device, which need not be the current one.
         numbers: Sizes and strides.
         constants: What the code is compiled for, in the order of the kernel's parameters.
         options: ``num_warps`` and the like.
     """
-    device = next(x for x in tensors if isinstance(x, Tensor)).get_device()
-    kinds = [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x is None for x in tensors]
-    like = (kernel.fn, device, *kinds, *numbers, *constants.values(), *options.values())
-    compiled = _compiled.get(like)
-    with torch.cuda.device(device):
-        if compiled is not None:
-            compiled[grid](*tensors, *numbers, *constants.values())
-            return
-        compiled = kernel[grid](*tensors, *numbers, **constants, **options)
+    # addresses in place of tensors: the driver is asked about every tensor, and takes its time
+    addresses: list[Any] = []
+    like: list[object] = []
+    for x in tensors:
+        if isinstance(x, Tensor):
+            address = x.data_ptr()
+            addresses.append(address)
+            like.append(x.dtype)
+            like.append(address % 16)
+            one = x
+        else:
+            addresses.append(x)
+            like.append(x is None)
+    device = one.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, tensors, numbers, constants, **options)
+        return
+    rest = (*numbers, *constants.values())
+    key = (kernel.fn, device, *like, *rest, *options.values())
+    compiled = _compiled.get(key)
+    if compiled is not None and not _is_watched():
+        stream = driver.active.get_current_stream(device)
+        code = (stream, compiled.function, compiled.packed_metadata)
+        # without what only hooks read
+        compiled.run(*grid, *code, None, None, None, *addresses, *rest)
+        return
+    # the code gets its arguments in this order, whatever their names
+    assert not constants or tuple(constants) == tuple(kernel.arg_names[-len(constants) :])
+    compiled = kernel[grid](*tensors, *numbers, **constants, **options)
     # on AMD's GPUs the code also depends on how large the memory behind a tensor is
     if compiled is not None and not torch.version.hip:
         if len(_compiled) >= MAX_KNOWN:
             _compiled.clear()
-        _compiled[like] = compiled
+        _compiled[key] = compiled
+
+
+def _is_watched() -> bool:
+    """Whether a profiler wants to hear of every launch."""
+    runtime = knobs.runtime
+    return _has_calls(runtime.launch_enter_hook) or _has_calls(runtime.launch_exit_hook)
+
+
+def _has_calls(hook: Any) -> bool:
+    # a chain of hooks, or what somebody has put in its place
+    return hook is not None and bool(getattr(hook, "calls", True))
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -90,7 +90,7 @@ def choose_routes(
         else:
             chosen = chosen * (1.0 + carrier)
     if routing == "hard":
-        return Routes(chosen, hard=torch.ones_like(weights[..., 0], dtype=torch.bool))
+        return Routes(chosen, hard=torch.ones_like(expert, dtype=torch.bool))
     hard = uncertainty_of(posterior, signal) < threshold
     return Routes(torch.where(hard.unsqueeze(-1), chosen, weights), hard)
 

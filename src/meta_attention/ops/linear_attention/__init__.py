@@ -81,12 +81,12 @@ def linear_attention(
     if decay is not None and not causal:
         raise ConfigError("linear attention has a decay only when causal")
     for name, tensor, shape in (
-        ("initial_state", initial_state, [B, K, P, P + 1]),
-        ("decay", decay, [B, T, K]),
-        ("rows", rows, list(query.shape)),
+        ("initial_state", initial_state, (B, K, P, P + 1)),
+        ("decay", decay, (B, T, K)),
+        ("rows", rows, query.shape),
     ):
-        if tensor is not None and list(tensor.shape) != shape:
-            raise ShapeError(f"{name} must be {shape}, got {list(tensor.shape)}")
+        if tensor is not None and tensor.shape != shape:
+            raise ShapeError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if rows is not None and (rows.dtype, rows.stride(-1)) != (query.dtype, 1):
         raise ShapeError(
             f"rows must be {query.dtype} like query, its last axis contiguous, "
@@ -110,11 +110,11 @@ def linear_attention(
 def _check_list(queries: QueryList, query: Tensor, K: int) -> None:
     """Raise unless the list is of these queries."""
     B, T = query.shape[:2]
-    shape = list(queries.positions.shape)
-    if shape not in ([B, 1, T], [B, K, T]):
+    shape = queries.positions.shape
+    if shape not in ((B, 1, T), (B, K, T)):
         raise ShapeError(
             f"queries must be a list of B = {B} rows, 1 or {K} groups and T = {T} tokens, "
-            f"got positions [B, G, T] = {shape}"
+            f"got positions [B, G, T] = {list(shape)}"
         )
     if queries.positions.device != query.device:
         raise ShapeError(

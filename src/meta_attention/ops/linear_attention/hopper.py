@@ -17,6 +17,7 @@ TILE for 64 columns of the same rows in the same threads, and MMA for the tensor
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from meta_attention.ops.heads import as_matrix
+from meta_attention.ops.heads import as_matrix, last_contiguous
 from meta_attention.ops.launch import ceil_div, compute_capability, launch
-from meta_attention.ops.route_plan import RANK_BLOCK
+from meta_attention.ops.route_plan import RANK_BLOCK, QueryList
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import copy_tile
-from meta_attention.ops.routed_attention.hopper import tile_layout as shared_layout
+from meta_attention.ops.routed_attention.hopper import copy_tile, describe
 
 # tokens at a time: the rank table says which entries of a list are among them
 CHUNK = gl.constexpr(RANK_BLOCK)
@@ -52,9 +52,6 @@ SUM_STAGES = 6
 # what the groups of warps share, on average, and then divide among them: for one program on a
 # multiprocessor, or two if heads are narrow
 MAX_REGISTERS = {64: 80, 128: 128}
-
-# numbers that say where in its tensors a list lies
-LIST_STRIDES = ("stride_pb", "stride_pg", "stride_rb", "stride_rg")
 
 # two groups of 64 columns for each multiprocessor of a large GPU, in one program or in two
 PROGRAMS = 264
@@ -417,40 +414,72 @@ def cut_segments(T: int, heads: int, P: int) -> tuple[int, int]:
     return ceil_div(chunks, length), length
 
 
-def describe(x: Tensor, width: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
-    """Keys or values for the copy engine, and where in the matrix their heads are."""
-    layout = as_matrix(x)
-    assert layout is not None
-    shape, offsets = layout
-    tile = shared_layout(CHUNK.value, width, x.dtype)
-    return TensorDescriptor(x, list(shape), [shape[1], 1], [CHUNK.value, width], tile), offsets
+class Lists(NamedTuple):
+    """A query list as kernels read it, or that there is none."""
+
+    tensors: tuple[Tensor | None, Tensor | None] = (None, None)  # positions and ranks
+    strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # of their batch and group
+    num_ranks: int = 0
+
+    @property
+    def is_given(self) -> bool:
+        return self.num_ranks > 0
+
+
+def lists_of(queries: QueryList | None) -> Lists:
+    if queries is None:
+        return Lists()
+    positions, ranks = last_contiguous(queries.positions), last_contiguous(queries.ranks)
+    of_batch, of_group, _ = positions.stride()
+    ranks_of_batch, ranks_of_group, _ = ranks.stride()
+    if positions.shape[1] == 1:
+        of_group = ranks_of_group = 0
+    strides = (of_batch, of_group, ranks_of_batch, ranks_of_group)
+    return Lists((positions, ranks), strides, ranks.shape[-1])
+
+
+class Copied(NamedTuple):
+    """Keys and values for the copy engine."""
+
+    descriptors: tuple[TensorDescriptor, TensorDescriptor]
+    offsets: tuple[int, ...]  # where in their matrices the heads are
+
+
+def describe_chunks(key: Tensor, value: Tensor, key_width: int, value_width: int) -> Copied:
+    """Keys and values, of which so many columns of a chunk are copied at a time."""
+    key_layout, value_layout = as_matrix(key), as_matrix(value)
+    assert key_layout is not None
+    assert value_layout is not None
+    descriptors = (
+        describe(key, key_layout[0], (CHUNK.value, key_width)),
+        describe(value, value_layout[0], (CHUNK.value, value_width)),
+    )
+    return Copied(descriptors, (*key_layout[1], *value_layout[1]))
 
 
 def aligned(x: Tensor) -> Tensor:
     """``x`` [B, T, H, P], or a copy whose rows can be copied 16 bytes at a time."""
-    is_aligned = x.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides_of(x))
+    of_batch, of_token, of_head = strides_of(x)
+    is_aligned = (x.data_ptr() | of_batch | of_token | of_head) % 16 == 0
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def strides_of(x: Tensor) -> tuple[int, ...]:
+def strides_of(x: Tensor) -> tuple[int, int, int]:
     """Strides of [B, T, H]; those of axes with one entry may be anything otherwise."""
-    return tuple(
-        0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    )
+    (B, T, H, _), (of_batch, of_token, of_head, _) = x.shape, x.stride()
+    return 0 if B == 1 else of_batch, 0 if T == 1 else of_token, 0 if H == 1 else of_head
 
 
-def sum_segments(key: Tensor, value: Tensor, normalise: bool) -> Tensor:
+def sum_segments(key: Tensor, copied: Copied, normalise: bool) -> Tensor:
     """What every segment adds to the state, [B, K, G, P * P + P]."""
     B, T, K, P = key.shape
     segments, chunks = cut_segments(T, B * K, P)
     sums = torch.empty(B, K, segments, P * P + P, dtype=torch.float32, device=key.device)
-    k_desc, k_offsets = describe(key, P)
-    v_desc, v_offsets = describe(value, COLUMNS.value)
     launch(
         linear_attention_hopper_sum_kernel,
         (segments, B * K, 1),
-        (k_desc, v_desc, sums),
-        (T, K, chunks, *k_offsets, *v_offsets),
+        (*copied.descriptors, sums),
+        (T, K, chunks, *copied.offsets),
         {"P": P, "NORMALISE": normalise, "STAGES": SUM_STAGES},
         num_warps=4,
         maxnreg=MAX_REGISTERS[P],

@@ -16,8 +16,6 @@ other that a program works out, called narrow.
 It covers what ``hopper.py`` does. ``backward.py`` covers everything and is the definition.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,13 +26,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix
 from meta_attention.ops.launch import launch
-from meta_attention.ops.linear_attention.hopper import LIST_STRIDES
+from meta_attention.ops.linear_attention.hopper import Lists
 from meta_attention.ops.route_plan import RANK_BLOCK
-from meta_attention.ops.routed_attention.hopper import copy_tile, tile_layout
+from meta_attention.ops.routed_attention.hopper import copy_tile, describe
 
 # tokens of a chunk: the rank table says which entries of a list are in it
 CHUNK = RANK_BLOCK
@@ -489,7 +486,7 @@ def launch_key_gradients(
     d_states: Tensor,
     d_norms: Tensor,
     segment: int,
-    lists: dict[str, Any],
+    lists: Lists,
     normalise: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of keys and values, from those of the states after every segment."""
@@ -499,26 +496,21 @@ def launch_key_gradients(
     assert key_layout is not None
     assert value_layout is not None
     (key_shape, key_offsets), (value_shape, value_offsets) = key_layout, value_layout
-
-    def describe(x: Tensor, shape: tuple[int, int], columns: int) -> TensorDescriptor:
-        tile = tile_layout(CHUNK, columns, x.dtype)
-        return TensorDescriptor(x, list(shape), [shape[1], 1], [CHUNK, columns], tile)
-
     packed = (packed_u.numel() // P, P)
     N = d_states.shape[2]
+    wide, narrow = (CHUNK, P), (CHUNK, COLUMNS)
     described = (
-        describe(key, key_shape, P),
-        describe(value, value_shape, P),
-        describe(key, key_shape, COLUMNS),
-        *(describe(x, packed, columns) for columns in (P, COLUMNS) for x in (packed_u, packed_g)),
+        describe(key, key_shape, wide),
+        describe(value, value_shape, wide),
+        describe(key, key_shape, narrow),
+        *(describe(x, packed, tile) for tile in (wide, narrow) for x in (packed_u, packed_g)),
     )
-    of_lists = (lists["positions_ptr"], lists["ranks_ptr"])
     launch(
         linear_attention_hopper_key_kernel,
         (B * K * 2 * (P // COLUMNS), N, 1),
-        (*described, packed_pull, d_states, d_norms, d_key, d_value, *of_lists),
+        (*described, packed_pull, d_states, d_norms, d_key, d_value, *lists.tensors),
         (
-            *(lists[name] for name in (*LIST_STRIDES, "num_ranks")),
+            *(*lists.strides, lists.num_ranks),
             *(T, K, N, segment // CHUNK, *key_offsets, *value_offsets),
         ),
         {
@@ -526,7 +518,7 @@ def launch_key_gradients(
             "WIDTH": P,
             "COLUMNS": COLUMNS,
             "CHUNK": CHUNK,
-            "HAS_LIST": lists["HAS_LIST"],
+            "HAS_LIST": lists.is_given,
             "NORMALISE": normalise,
         },
         num_warps=4,

@@ -15,8 +15,6 @@ A program walks along one segment in four groups of warps, each some chunks ahea
 See ``backward.py``, which is the definition of what this does.
 """
 
-from typing import Any
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,13 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from meta_attention.ops.launch import launch
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
-    LIST_STRIDES,
+    Lists,
     afresh,
     aligned,
     all_warps,
     copy_rows,
     cut_segments,
-    describe,
+    describe_chunks,
     drop_beyond,
     features,
     load_layout,
@@ -625,32 +623,30 @@ def walk_query_gradients(
     d_query: Tensor,
     packed: tuple[Tensor, Tensor, Tensor],
     normalise: bool,
-    lists: dict[str, Any],
+    lists: Lists,
 ) -> None:
     """Gradients of the listed queries, and what the kernels after this read of them."""
     B, T, K, P = key.shape
     segments, chunks = cut_segments(T, B * K, P)
     query, rows, grad = aligned(query), aligned(rows), aligned(grad.to(query.dtype))
-    k_desc, k_offsets = describe(key, P // 2)
-    v_desc, v_offsets = describe(value, P)
-    of_lists = (lists["positions_ptr"], lists["ranks_ptr"])
+    copied = describe_chunks(key, value, P // 2, P)
     launch(
         linear_attention_hopper_bwd_query_kernel,
         (B * K, segments, 1),
         (
-            *(query, k_desc, v_desc, states, norms, rows, normaliser, grad, d_query),
-            *(*packed, *of_lists),
+            *(query, *copied.descriptors, states, norms, rows, normaliser, grad, d_query),
+            *(*packed, *lists.tensors),
         ),
         (
-            *(T, K, chunks, *k_offsets, *v_offsets),
+            *(T, K, chunks, *copied.offsets),
             *(*strides_of(query), *strides_of(rows), *strides_of(grad)),
-            *(lists[name] for name in LIST_STRIDES),
+            *lists.strides,
         ),
         {
-            "GROUP": lists["GROUP"],
+            "GROUP": query.shape[2] // K,
             "P": P,
             "MIN_NORMALISER": MIN_NORMALISER,
-            "HAS_LIST": lists["HAS_LIST"],
+            "HAS_LIST": lists.is_given,
             "NORMALISE": normalise,
             "STAGES": STAGES,
         },

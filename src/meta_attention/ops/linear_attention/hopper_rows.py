@@ -8,8 +8,6 @@ A program walks along one segment from the state before it, for all query heads 
 Each group hands its tiles on through barriers and is at most a few tiles ahead of those after it.
 """
 
-from typing import Any
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,15 +23,15 @@ from meta_attention.ops.launch import launch
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
     COLUMNS,
-    LIST_STRIDES,
     MAX_REGISTERS,
     PART,
+    Copied,
+    Lists,
     aligned,
     all_warps,
     copy_chunks,
     copy_rows,
     cut_segments,
-    describe,
     drop_beyond,
     features,
     hand_over,
@@ -421,36 +419,28 @@ def linear_attention_hopper_fwd_kernel(
 
 def walk_rows(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    copied: Copied,
     states: Tensor,
     norms: Tensor,
     rows: Tensor,
     normaliser: Tensor,
     normalise: bool,
-    lists: dict[str, Any],
+    lists: Lists,
 ) -> None:
     """Rows and their normalisers, from the states before every segment."""
-    B, T, K, P = key.shape
+    B, T, H, P = query.shape
+    K = states.shape[1]
     query = aligned(query)
     segments, chunks = cut_segments(T, B * K, P)
-    k_desc, k_offsets = describe(key, P)
-    v_desc, v_offsets = describe(value, COLUMNS.value)
-    of_lists = (lists["positions_ptr"], lists["ranks_ptr"])
     launch(
         linear_attention_hopper_fwd_kernel,
         (segments, B * K, 1),
-        (query, k_desc, v_desc, states, norms, rows, normaliser, *of_lists),
+        (query, *copied.descriptors, states, norms, rows, normaliser, *lists.tensors),
         (
-            *(T, K, chunks, *k_offsets, *v_offsets, *strides_of(query), *rows.stride()[:3]),
-            *(lists[name] for name in LIST_STRIDES),
+            *(T, K, chunks, *copied.offsets, *strides_of(query), *rows.stride()[:3]),
+            *lists.strides,
         ),
-        {
-            "GROUP": lists["GROUP"],
-            "P": P,
-            "HAS_LIST": lists["HAS_LIST"],
-            "NORMALISE": normalise,
-        },
+        {"GROUP": H // K, "P": P, "HAS_LIST": lists.is_given, "NORMALISE": normalise},
         num_warps=4,
         maxnreg=MAX_REGISTERS[P],
     )

@@ -15,6 +15,7 @@ place of many chunks, and walk along each: see ``hopper.py``.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meta_attention.ops.heads import last_contiguous
-from meta_attention.ops.launch import apply, ceil_div, next_power_of_2
+from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 from meta_attention.ops.linear_attention import (
     hopper,
     hopper_backward,
@@ -88,19 +89,19 @@ OPTIONS: dict[str, dict[str, int]] = {
     "bwd_key": {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
 }
 
-# sums of segments: programs are few and their loops long
-SEGMENT_SUM = {"BLOCK_C": 64, "num_stages": 3}
-
 # numbers of the state in a program of the scan
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 512, 2, 4
 
 DECAY_BLOCK, DECAY_WARPS = 64, 4
 
+# where in its tensors a list lies
+LIST_STRIDES = ("stride_pb", "stride_pg", "stride_rb", "stride_rg")
+
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Work:
     """What the kernels have in common."""
 
     tiles: Tiles
@@ -132,14 +133,14 @@ class Launch:
         return arguments
 
 
-def _plan_launch(
+def _plan_work(
     query: Tensor,
     key: Tensor,
     mask: Tensor | None,
     decay: Tensor | None,
     normalise: bool,
     queries: QueryList | None,
-) -> Launch:
+) -> Work:
     B, T, H, P = query.shape
     K = key.shape[2]
     # float16 has not the range for states and normalisers
@@ -189,90 +190,73 @@ def _plan_launch(
         "BLOCK_M": tiles.rows,
         "BLOCK_S": tiles.keys,
     }
-    lists: dict[str, Any] = {
-        "positions_ptr": None,
-        "ranks_ptr": None,
-        "stride_pb": 0,
-        "stride_pg": 0,
-        "stride_rb": 0,
-        "stride_rg": 0,
-        "num_ranks": 0,
+    of_list = hopper.lists_of(queries)
+    lists = {
+        **dict(zip(("positions_ptr", "ranks_ptr"), of_list.tensors, strict=True)),
+        **dict(zip(LIST_STRIDES, of_list.strides, strict=True)),
+        "num_ranks": of_list.num_ranks,
         "GROUP": H // K,
         "RANK_BLOCK": RANK_BLOCK,
         "MIN_NORMALISER": MIN_NORMALISER,
-        "HAS_LIST": queries is not None,
+        "HAS_LIST": of_list.is_given,
     }
-    if queries is not None:
-        positions, ranks = (last_contiguous(x) for x in (queries.positions, queries.ranks))
-        is_shared = positions.shape[1] == 1
-        lists |= {
-            "positions_ptr": positions,
-            "ranks_ptr": ranks,
-            "stride_pb": positions.stride(0),
-            "stride_pg": 0 if is_shared else positions.stride(1),
-            "stride_rb": ranks.stride(0),
-            "stride_rg": 0 if is_shared else ranks.stride(1),
-            "num_ranks": ranks.shape[-1],
-        }
-    return Launch(tiles, compute, B, K, N, P, keeps, tokens, lists)
+    return Work(tiles, compute, B, K, N, P, keeps, tokens, lists)
 
 
 def _scan(
-    launch: Launch,
     sums: Tensor,
+    P: int,
     first: Tensor | None,
+    dtype: torch.dtype,
+    keeps: Tensor | None = None,
     before: tuple[Tensor, Tensor] | None = None,
     reverse: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """States and norms of every chunk, the last state, and products with those of ``before``."""
-    B, K, N, P = launch.B, launch.K, sums.shape[2], launch.P
-    states = torch.empty(B, K, N, P, P, dtype=dtype or launch.compute, device=sums.device)
+    B, K, N, _ = sums.shape
+    states = torch.empty(B, K, N, P, P, dtype=dtype, device=sums.device)
     norms = torch.empty(B, K, N, P, dtype=torch.float32, device=sums.device)
     last = torch.empty(B, K, P, P + 1, dtype=torch.float32, device=sums.device)
     programs = ceil_div(P * P + P, SCAN_BLOCK)
     products = None
     if before is not None:
         products = torch.empty(B, K, N, programs, dtype=torch.float32, device=sums.device)
-    linear_attention_scan_kernel[(programs, B * K)](
-        sums,
-        first,
-        launch.keeps,
-        states,
-        norms,
-        last,
-        *(before or (None, None)),
-        products,
-        N,
-        P=P,
-        HAS_FIRST=first is not None,
-        HAS_KEEPS=launch.keeps is not None,
-        HAS_PRODUCTS=before is not None,
-        REVERSE=reverse,
-        BLOCK=SCAN_BLOCK,
-        STAGES=SCAN_STAGES,
+    launch(
+        linear_attention_scan_kernel,
+        (programs, B * K, 1),
+        (sums, first, keeps, states, norms, last, *(before or (None, None)), products),
+        (N,),
+        {
+            "P": P,
+            "HAS_FIRST": first is not None,
+            "HAS_KEEPS": keeps is not None,
+            "HAS_PRODUCTS": before is not None,
+            "REVERSE": reverse,
+            "BLOCK": SCAN_BLOCK,
+            "STAGES": SCAN_STAGES,
+        },
         num_warps=SCAN_WARPS,
     )
     return states, norms, last, products
 
 
 def _states(
-    launch: Launch, key: Tensor, value: Tensor, first: Tensor | None
+    work: Work, key: Tensor, value: Tensor, first: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The states and norms before every chunk, the last state, and the features of the keys."""
-    B, K, N, P = launch.B, launch.K, launch.N, launch.P
+    B, K, N, P = work.B, work.K, work.N, work.P
     sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=key.device)
-    features = torch.empty(key.shape, dtype=launch.compute, device=key.device)
-    linear_attention_sum_kernel[(N, launch.columns, B * K)](
+    features = torch.empty(key.shape, dtype=work.compute, device=key.device)
+    linear_attention_sum_kernel[(N, work.columns, B * K)](
         key,
         value,
         sums,
         features,
         *key.stride()[:3],
         *value.stride()[:3],
-        **launch.options("sum"),
+        **work.options("sum"),
     )
-    states, norms, last, _ = _scan(launch, sums, first)
+    states, norms, last, _ = _scan(sums, P, first, work.compute, work.keeps)
     return states, norms, last, features
 
 
@@ -291,10 +275,10 @@ class _LinearAttention(torch.autograd.Function):
         queries: QueryList | None,
     ) -> tuple[Tensor, Tensor]:
         B, T, H, _ = query.shape
-        launch = _plan_launch(query, key, mask, decay, normalise, queries)
-        states, norms, last, features = _states(launch, key, value, initial_state)
+        work = _plan_work(query, key, mask, decay, normalise, queries)
+        states, norms, last, features = _states(work, key, value, initial_state)
         normaliser = torch.empty(B, H, T, dtype=torch.float32, device=query.device)
-        grid = (launch.N * launch.tiles.chunk // launch.tiles.rows, launch.columns, B * H)
+        grid = (work.N * work.tiles.chunk // work.tiles.rows, work.columns, B * H)
         linear_attention_fwd_kernel[grid](
             query,
             features,
@@ -306,37 +290,37 @@ class _LinearAttention(torch.autograd.Function):
             *query.stride()[:3],
             *value.stride()[:3],
             *rows.stride()[:3],
-            **launch.options("rows"),
+            **work.options("rows"),
         )
         # rows is returned as it is, not marked as changed: experts before this one have saved the
         # same buffer, and theirs are other rows
         ctx.save_for_backward(query, key, value, initial_state, rows.detach(), normaliser)
-        ctx.launch = launch
+        ctx.work = work
         return rows, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, initial_state, rows, normaliser = ctx.saved_tensors
-        launch: Launch = ctx.launch
+        work: Work = ctx.work
         B, T, H, P = query.shape
-        K, N, chunk = launch.K, launch.N, launch.tiles.chunk
-        has_decay = launch.tokens["HAS_DECAY"]
+        K, N, chunk = work.K, work.N, work.tiles.chunk
+        has_decay = work.tokens["HAS_DECAY"]
         passed, grad = grad, last_contiguous(grad)
-        states, norms, _, features = _states(launch, key, value, initial_state)
+        states, norms, _, features = _states(work, key, value, initial_state)
 
-        new = torch.zeros if launch.lists["HAS_LIST"] else torch.empty
+        new = torch.zeros if work.lists["HAS_LIST"] else torch.empty
         d_query = new(B, T, H, P, dtype=query.dtype, device=query.device)
         packed = (
-            torch.empty(B, H, T, P, dtype=launch.compute, device=query.device),
-            torch.empty(B, H, T, P, dtype=launch.compute, device=query.device),
+            torch.empty(B, H, T, P, dtype=work.compute, device=query.device),
+            torch.empty(B, H, T, P, dtype=work.compute, device=query.device),
             torch.empty_like(normaliser),
         )
         row_terms = key_terms = None
         if has_decay:
-            row_terms = grad.new_zeros(launch.columns, B, H, N * chunk, dtype=torch.float32)
-            key_terms = grad.new_zeros(2, launch.columns, B, K, N * chunk, dtype=torch.float32)
-        linear_attention_bwd_query_kernel[(N * chunk // launch.tiles.rows, launch.columns, B * H)](
+            row_terms = grad.new_zeros(work.columns, B, H, N * chunk, dtype=torch.float32)
+            key_terms = grad.new_zeros(2, work.columns, B, K, N * chunk, dtype=torch.float32)
+        linear_attention_bwd_query_kernel[(N * chunk // work.tiles.rows, work.columns, B * H)](
             query,
             features,
             value,
@@ -352,25 +336,25 @@ class _LinearAttention(torch.autograd.Function):
             *value.stride()[:3],
             *rows.stride()[:3],
             *grad.stride()[:3],
-            **launch.options("bwd_query"),
+            **work.options("bwd_query"),
         )
 
         sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=query.device)
-        linear_attention_bwd_sum_kernel[(N, launch.columns, B * K)](
+        linear_attention_bwd_sum_kernel[(N, work.columns, B * K)](
             *packed,
             sums,
-            **launch.options("bwd_sum"),
+            **work.options("bwd_sum"),
         )
         before = (states, norms) if has_decay else None
         d_states, d_norms, d_first, products = _scan(
-            launch, sums, d_last.contiguous(), before, reverse=True
+            sums, P, d_last.contiguous(), work.compute, work.keeps, before, reverse=True
         )
 
         d_key, d_value = (
             torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (key, value)
         )
-        options = launch.options("bwd_key")
-        linear_attention_bwd_key_kernel[(N * chunk // options["BLOCK_S"], launch.columns, B * K)](
+        options = work.options("bwd_key")
+        linear_attention_bwd_key_kernel[(N * chunk // options["BLOCK_S"], work.columns, B * K)](
             *packed,
             key,
             value,
@@ -385,7 +369,7 @@ class _LinearAttention(torch.autograd.Function):
         )
         d_decay = None
         if row_terms is not None and key_terms is not None and products is not None:
-            d_decay = _d_decay(launch, row_terms, key_terms, products)
+            d_decay = _d_decay(work, row_terms, key_terms, products)
         d_initial = None if initial_state is None else d_first
         return d_query, d_key, d_value, d_decay, d_initial, passed, None, None, None
 
@@ -404,30 +388,29 @@ class _WalkedLinearAttention(torch.autograd.Function):
         normalise: bool,
         queries: QueryList | None,
     ) -> tuple[Tensor, Tensor]:
-        B, T, H, _ = query.shape
-        launch = _plan_launch(query, key, None, None, normalise, queries)
-        sums = hopper.sum_segments(key, value, normalise)
-        states, norms, last, _ = _scan(launch, sums, initial_state, dtype=torch.float32)
+        B, T, H, P = query.shape
+        lists = hopper.lists_of(queries)
+        copied = hopper.describe_chunks(key, value, P, hopper.COLUMNS.value)
+        sums = hopper.sum_segments(key, copied, normalise)
+        states, norms, last, _ = _scan(sums, P, initial_state, torch.float32)
         normaliser = torch.empty(B, H, T, dtype=torch.float32, device=query.device)
-        hopper_rows.walk_rows(
-            query, key, value, states, norms, rows, normaliser, normalise, launch.lists
-        )
+        hopper_rows.walk_rows(query, copied, states, norms, rows, normaliser, normalise, lists)
         ctx.save_for_backward(query, key, value, rows.detach(), normaliser, states, norms)
-        ctx.launch, ctx.has_initial = launch, initial_state is not None
+        ctx.lists, ctx.normalise, ctx.has_initial = lists, normalise, initial_state is not None
         return rows, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, rows, normaliser, states, norms = ctx.saved_tensors
-        launch: Launch = ctx.launch
+        lists, normalise = ctx.lists, ctx.normalise
         B, T, H, P = query.shape
-        K, normalise = launch.K, launch.tokens["NORMALISE"]
-        new = torch.zeros if launch.lists["HAS_LIST"] else torch.empty
+        K = key.shape[2]
+        new = torch.zeros if lists.is_given else torch.empty
         d_query = new(B, T, H, P, dtype=query.dtype, device=query.device)
         packed = (
-            torch.empty(B, H, T, P, dtype=launch.compute, device=query.device),
-            torch.empty(B, H, T, P, dtype=launch.compute, device=query.device),
+            torch.empty(B, H, T, P, dtype=query.dtype, device=query.device),
+            torch.empty(B, H, T, P, dtype=query.dtype, device=query.device),
             torch.empty_like(normaliser),
         )
         hopper_query_gradient.walk_query_gradients(
@@ -442,34 +425,68 @@ class _WalkedLinearAttention(torch.autograd.Function):
             d_query,
             packed,
             normalise,
-            launch.lists,
+            lists,
         )
 
         segment = hopper_backward.segment_length(key)
         N = ceil_div(T, segment)
         sums = torch.empty(B, K, N, P * P + P, dtype=torch.float32, device=key.device)
-        options = launch.options("bwd_sum") | SEGMENT_SUM | {"N": N, "CHUNK": segment}
-        linear_attention_bwd_sum_kernel[(N, ceil_div(P, options["BLOCK_C"]), B * K)](
-            *packed, sums, **options
+        constants, options = _segment_sum(P, segment, H // K, lists.is_given, normalise)
+        launch(
+            linear_attention_bwd_sum_kernel,
+            (N, ceil_div(P, constants["BLOCK_C"]), B * K),
+            (*packed, sums, None, None, None, *lists.tensors),
+            (*lists.strides, lists.num_ranks, T, K, N),
+            constants,
+            **options,
         )
         d_states, d_norms, d_first, _ = _scan(
-            launch, sums, d_last.contiguous(), reverse=True, dtype=torch.float32
+            sums, P, d_last.contiguous(), torch.float32, reverse=True
         )
         d_key, d_value = hopper_backward.launch_key_gradients(
-            key, value, *packed, d_states, d_norms, segment, launch.lists, normalise
+            key, value, *packed, d_states, d_norms, segment, lists, normalise
         )
         d_initial = d_first if ctx.has_initial else None
         return d_query, d_key, d_value, d_initial, grad, None, None
 
 
-def _d_decay(launch: Launch, row_terms: Tensor, key_terms: Tensor, products: Tensor) -> Tensor:
-    B, K, N, tokens = launch.B, launch.K, launch.N, launch.tokens
+@lru_cache(maxsize=256)
+def _segment_sum(
+    P: int, segment: int, group: int, has_list: bool, normalise: bool
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Constants, in the kernel's order, and options for the sums of segments in bfloat16."""
+    tiles = TILES[torch.bfloat16][P]
+    own = OPTIONS["bwd_sum"] if P > 64 else {"num_warps": tiles.warps}
+    constants = {
+        "GROUP": group,
+        "P": P,
+        "CHUNK": segment,
+        "RANK_BLOCK": RANK_BLOCK,
+        "MIN_NORMALISER": MIN_NORMALISER,
+        "HAS_MASK": False,
+        "HAS_DOCUMENTS": False,
+        "HAS_DECAY": False,
+        "HAS_LIST": has_list,
+        "NORMALISE": normalise,
+        "COMPUTE": tl.bfloat16,
+        "PRECISION": "ieee",
+        "BLOCK_P": P,
+        # programs are few and their loops long
+        "BLOCK_C": 64,
+        "BLOCK_M": tiles.rows,
+        "BLOCK_S": tiles.keys,
+    }
+    return constants, own | {"num_stages": 3}
+
+
+def _d_decay(work: Work, row_terms: Tensor, key_terms: Tensor, products: Tensor) -> Tensor:
+    B, K, N, tokens = work.B, work.K, work.N, work.tokens
     through = products.sum(dim=-1)
-    if launch.keeps is not None:
-        through = through * launch.keeps
+    if work.keeps is not None:
+        through = through * work.keeps
     later, own = key_terms.sum(dim=1)
     d_decay = torch.empty(B, tokens["T"], K, dtype=torch.float32, device=own.device)
-    linear_attention_bwd_decay_kernel[(N * launch.tiles.chunk // DECAY_BLOCK, B * K)](
+    linear_attention_bwd_decay_kernel[(N * work.tiles.chunk // DECAY_BLOCK, B * K)](
         row_terms.sum(dim=0).unflatten(1, (K, -1)).sum(dim=2),
         later,
         own,
@@ -480,7 +497,7 @@ def _d_decay(launch: Launch, row_terms: Tensor, key_terms: Tensor, products: Ten
         tokens["T"],
         K,
         N,
-        CHUNK=launch.tiles.chunk,
+        CHUNK=work.tiles.chunk,
         HAS_MASK=tokens["HAS_MASK"],
         HAS_DOCUMENTS=tokens["HAS_DOCUMENTS"],
         BLOCK=DECAY_BLOCK,
@@ -505,13 +522,13 @@ def linear_attention_triton(
         new = torch.empty if queries is None else torch.zeros
         rows = new(query.shape, dtype=query.dtype, device=query.device)
     query, key, value = (last_contiguous(x.to(query.dtype)) for x in (query, key, value))
-    # Triton launches on the current device; backward runs on that of its forward anyway
     initial_state = None if initial_state is None else initial_state.float().contiguous()
+    if hopper.can_run(query, key, value, mask, decay):
+        return apply(
+            _WalkedLinearAttention, query, key, value, initial_state, rows, normalise, queries
+        )
+    # Triton launches on the current device; backward runs on that of its forward anyway
     with torch.cuda.device_of(query):
-        if hopper.can_run(query, key, value, mask, decay):
-            return apply(
-                _WalkedLinearAttention, query, key, value, initial_state, rows, normalise, queries
-            )
         return apply(
             _LinearAttention,
             query,

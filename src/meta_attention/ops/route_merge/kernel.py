@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meta_attention.ops.launch import apply, ceil_div, next_power_of_2
+from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
 
 
 @triton.jit
@@ -67,10 +67,13 @@ class RouteMerge(torch.autograd.Function):
         E, B, T, D = rows.shape
         merged = torch.empty_like(rows[0])
         block = min(next_power_of_2(D), 1024)
-        with torch.cuda.device_of(rows):
-            route_merge_fwd_kernel[(B * T, ceil_div(D, block))](
-                weights, rows, merged, B * T, D, E=E, BLOCK=block, ALL=reads_all
-            )
+        launch(
+            route_merge_fwd_kernel,
+            (B * T, ceil_div(D, block), 1),
+            (weights, rows, merged),
+            (B * T, D),
+            {"E": E, "BLOCK": block, "ALL": reads_all},
+        )
         ctx.save_for_backward(weights, rows)
         ctx.reads_all = reads_all
         return merged
@@ -81,19 +84,13 @@ class RouteMerge(torch.autograd.Function):
         weights, rows = ctx.saved_tensors
         E, B, T, D = rows.shape
         d_weights, d_rows = torch.empty_like(weights), torch.empty_like(rows)
-        with torch.cuda.device_of(rows):
-            route_merge_bwd_kernel[(B * T,)](
-                weights,
-                rows,
-                d_merged.contiguous(),
-                d_weights,
-                d_rows,
-                B * T,
-                D,
-                E=E,
-                BLOCK=min(next_power_of_2(D), 1024),
-                ALL=ctx.reads_all,
-            )
+        launch(
+            route_merge_bwd_kernel,
+            (B * T, 1, 1),
+            (weights, rows, d_merged.contiguous(), d_weights, d_rows),
+            (B * T, D),
+            {"E": E, "BLOCK": min(next_power_of_2(D), 1024), "ALL": ctx.reads_all},
+        )
         return d_weights, d_rows, None
 
 

@@ -10,6 +10,7 @@ and 128: see ``can_run``. ``kernel.py`` covers everything and is the definition 
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -448,11 +449,30 @@ def can_run(query: Tensor, is_plain: bool, layout: object) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
 def tile_layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """How the copy engine leaves a tile in shared memory."""
+    if dtype == torch.float32:
+        # numbers of rows, in a line
+        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([rows, width], kind)
+
+
+@lru_cache(maxsize=1024)
+def _fields(shape: tuple[int, int], tile: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """What descriptors have in common that differ in their memory only, checked by Triton."""
+    layout = tile_layout(*tile, dtype)
+    nothing = torch.empty(0, dtype=dtype)
+    return vars(TensorDescriptor(nothing, list(shape), [shape[1], 1], list(tile), layout))
+
+
+def describe(x: Tensor, shape: tuple[int, int], tile: tuple[int, int]) -> TensorDescriptor:
+    """The memory of ``x`` as a matrix, of which the copy engine takes a tile at a time."""
+    assert x.data_ptr() % 16 == 0
+    # past the other checks, which take as long as a launch
+    described = object.__new__(TensorDescriptor)
+    vars(described).update(_fields(shape, tile, x.dtype), base=x)
+    return described
 
 
 def launch_forward(
@@ -472,17 +492,14 @@ def launch_forward(
     spread: int,
 ) -> None:
     B, _, H, P = query.shape
-    layout = tile_layout(KEYS, P, query.dtype)
-    described = (
-        TensorDescriptor(x, list(shape), [shape[1], 1], [KEYS, P], layout) for x in (key, value)
-    )
+    described = (describe(key, shape, (KEYS, P)), describe(value, shape, (KEYS, P)))
     launch(
         routed_attention_hopper_kernel,
         (num_tiles * B * H, 1, 1),
         (query, *described, rows, lse, lists, positions, counts),
         (num_tiles, B * H, *sizes, *query.stride()[:3], *strides, *offsets, P**-0.5),
         {
-            "NUM_LISTS": len(lists),
+            "NUM_LISTS": lists.shape[0],
             "SPREAD": spread,
             "QUERIES": QUERIES,
             "KEYS": KEYS,

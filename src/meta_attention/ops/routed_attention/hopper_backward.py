@@ -12,12 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.launch import ceil_div, launch
 from meta_attention.ops.route_plan.reference import RANK_BLOCK
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import copy_tile, tile_layout
+from meta_attention.ops.routed_attention.hopper import copy_tile, describe
 
 QUERIES = 64
 KEYS = 128
@@ -410,15 +409,11 @@ def launch_key_gradients(
     is_exclusive: bool,
 ) -> None:
     B, S, K, P = key.shape
-    tile = tile_layout(64, P, key.dtype)
-    line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    packed = packed_heads[0].shape[0]
     described = (
-        *(TensorDescriptor(x, list(shape), [shape[1], 1], [64, P], tile) for x in (key, value)),
-        *(TensorDescriptor.from_tensor(x, [QUERIES, P], tile) for x in packed_heads),
-        *(
-            TensorDescriptor.from_tensor(x.view(-1, QUERIES), [1, QUERIES], line)
-            for x in packed_sums
-        ),
+        *(describe(x, shape, (64, P)) for x in (key, value)),
+        *(describe(x, (packed, P), (QUERIES, P)) for x in packed_heads),
+        *(describe(x, (packed // QUERIES, QUERIES), (1, QUERIES)) for x in packed_sums),
     )
     launch(
         routed_attention_hopper_key_kernel,
@@ -426,7 +421,7 @@ def launch_key_gradients(
         (*described, dk, dv, lists, positions, counts, ranks),
         (*sizes, packed_rows, packed_tile, ranks.shape[-1], *offsets, P**-0.5),
         {
-            "NUM_LISTS": len(lists),
+            "NUM_LISTS": lists.shape[0],
             "QUERIES": QUERIES,
             "KEYS": KEYS,
             "WIDTH": P,

@@ -15,16 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from meta_attention.ops.launch import launch
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import (
-    find_queries,
-    load_keys,
-    skip_tiles,
-    tile_layout,
-)
+from meta_attention.ops.routed_attention.hopper import describe, find_queries, load_keys, skip_tiles
 
 QUERIES = 128
 KEYS = 64
@@ -397,10 +391,7 @@ def launch_query_gradient(
 ) -> None:
     """Of the first ``num_lists`` lists, which share rows, their gradients [B, T, H, P] and lse."""
     B, _, H, P = query.shape
-    layout = tile_layout(KEYS, P, query.dtype)
-    described = (
-        TensorDescriptor(x, list(shape), [shape[1], 1], [KEYS, P], layout) for x in (key, value)
-    )
+    described = (describe(key, shape, (KEYS, P)), describe(value, shape, (KEYS, P)))
     launch(
         routed_attention_hopper_query_kernel,
         (num_tiles * B * H, 1, 1),

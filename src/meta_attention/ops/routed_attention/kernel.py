@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta_attention.ops.heads import as_matrix, last_contiguous
-from meta_attention.ops.launch import apply, ceil_div, compute_capability, next_power_of_2
+from meta_attention.ops.launch import apply, ceil_div, compute_capability, launch, next_power_of_2
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
 from meta_attention.ops.routed_attention import (
     hopper,
@@ -92,11 +92,10 @@ def choose_tiles(kernel: str, width: int, itemsize: int, shared_memory: int) -> 
 class RoutedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, query, key, value, plan, windows, causal, marks):
-        # rows [N, B, T, H, P], or [1, ...] under an exclusive plan
+        # rows [N, B, T, H, P], or [B, T, H, P] under an exclusive plan
         B, T, H = query.shape[:3]
-        lse = torch.empty(rows.shape[0], B, H, T, dtype=torch.float32, device=query.device)
-        launch = _Launch(query, key, value, plan, windows, causal, marks)
-        launch.forward(rows, lse)
+        lse = torch.empty(*rows.shape[:-4], B, H, T, dtype=torch.float32, device=query.device)
+        _Launch(query, key, value, plan, windows, causal, marks).forward(rows, lse)
         ctx.save_for_backward(query, key, value, rows, lse)
         ctx.plan, ctx.windows, ctx.causal, ctx.marks = plan, windows, causal, marks
         # returned as it is, and not marked as changed: rows of other lists, which an expert before
@@ -107,8 +106,8 @@ class RoutedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_rows):
         query, key, value, rows, lse = ctx.saved_tensors
-        launch = _Launch(query, key, value, ctx.plan, ctx.windows, ctx.causal, ctx.marks)
-        gradients = launch.backward(rows, last_contiguous(d_rows.to(query.dtype)), lse)
+        work = _Launch(query, key, value, ctx.plan, ctx.windows, ctx.causal, ctx.marks)
+        gradients = work.backward(rows, last_contiguous(d_rows.to(query.dtype)), lse)
         return d_rows, *gradients, None, None, None, None
 
 
@@ -164,28 +163,34 @@ class _Launch:
         marks: _Marks | None,
     ) -> None:
         self.query, self.key, self.value, self.plan = query, key, value, plan
-        self.windows, self.marks = windows, marks
+        self.windows, self.causal, self.marks = windows, causal, marks
         self.B, self.T, self.H, self.P = query.shape
         self.S, self.K = key.shape[1:3]
-        self.G, self.E = plan.counts.shape[1:]
-        # stands in for pointers that are not read
-        nothing = plan.counts
-        self.marks_args = (marks.marks, marks.starts) if marks else (nothing, nothing)
-        self.ends = marks.ends if marks else nothing
-        self.is_plain = causal and marks is None
-        self.tiled = (self.P, query.element_size(), _shared_memory(query))
         self.lists = _lists_on(query.device, windows)
-        self.sizes = (self.T, self.S, self.H, self.K, self.G, self.E)
-        self.key_strides = (*key.stride()[:3], *value.stride()[:3])
-        self.scale = self.P**-0.5
-        self.constants = {
-            "WIDTH": self.P,
-            "BLOCK_P": max(next_power_of_2(self.P), 16),
-            # tensor cores round float32 to ten bits otherwise
-            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-            "CAUSAL": causal,
-            "HAS_MARKS": marks is not None,
-        }
+        self.sizes = (self.T, self.S, self.H, self.K, *plan.counts.shape[1:])
+        # of keys and values as matrices, where both are the same kind of one
+        self.layout = as_matrix(key)
+        if key.stride() != value.stride() or value.data_ptr() % 16:
+            self.layout = None
+        self.is_hopper = hopper.can_run(query, causal and marks is None, self.layout)
+
+    def _mark_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        # the counts stand in for pointers that are not read
+        return self.marks or (self.plan.counts,) * 3
+
+    def _key_strides(self) -> tuple[int, ...]:
+        return (*self.key.stride()[:3], *self.value.stride()[:3])
+
+    def _tiles(self, kernel: str) -> Tiles:
+        itemsize = self.query.element_size()
+        return choose_tiles(kernel, self.P, itemsize, _shared_memory(self.query))
+
+    def _slot_stride(self, x: Tensor) -> int:
+        """From one list's buffer to the next; lists share one under an exclusive plan."""
+        return 0 if self.plan.is_exclusive else x.stride(0)
+
+    def _row_strides(self, x: Tensor) -> tuple[int, ...]:
+        return (self._slot_stride(x), *x.stride()[-4:-1])
 
     def _num_tiles(self, queries: int, num_lists: int) -> int:
         """Tiles of queries there may be, whatever the routes."""
@@ -195,31 +200,27 @@ class _Launch:
 
     def _descriptors(self, tiles: Tiles) -> tuple[object, object, tuple[int, int, int], bool]:
         """Keys and values for the copy engine, where their layout allows it."""
-        layout = self._layout()
-        if layout is None or self.constants["BLOCK_P"] != self.P or not self._has_copy_engine():
+        if self.layout is None or not self._can_copy_tiles():
             return self.key, self.value, (0, 0, 0), False
-        shape, offsets = layout
+        shape, offsets = self.layout
         block = [tiles.keys, self.P]
         described = (
             TensorDescriptor(x, list(shape), [shape[1], 1], block) for x in (self.key, self.value)
         )
         return *described, offsets, True
 
-    def _layout(self) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
-        """Keys and values as matrices, where both are the same kind of one."""
-        if self.key.stride() != self.value.stride() or self.value.data_ptr() % 16:
-            return None
-        return as_matrix(self.key)
-
-    def _has_copy_engine(self) -> bool:
-        if not self.query.is_cuda:
-            return True  # the interpreter's
-        return compute_capability(self.query.device) >= 9
+    def _can_copy_tiles(self) -> bool:
+        """Whether there is a copy engine, and tiles are of a width that it knows."""
+        if _padded(self.P) != self.P:
+            return False
+        # the interpreter has one
+        return not self.query.is_cuda or compute_capability(self.query.device) >= 9
 
     def forward(self, rows: Tensor, lse: Tensor) -> None:
-        layout = self._layout()
-        if hopper.can_run(self.query, self.is_plain, layout):
-            assert layout is not None
+        num_lists = len(self.windows)
+        strides = (*self._row_strides(rows), self._slot_stride(lse))
+        if self.is_hopper:
+            assert self.layout is not None
             hopper.launch_forward(
                 self.query,
                 self.key,
@@ -229,55 +230,48 @@ class _Launch:
                 self.lists,
                 self.plan.positions,
                 self.plan.counts,
-                *layout,
-                self._num_tiles(hopper.QUERIES, len(self.windows)),
+                *self.layout,
+                self._num_tiles(hopper.QUERIES, num_lists),
                 self.sizes,
-                (*_row_strides(rows), _slot_stride(lse)),
+                strides,
                 SPREAD,
             )
             return
-        tiles = choose_tiles("forward", *self.tiled)
+        tiles = self._tiles("forward")
         k_desc, v_desc, offsets, tma = self._descriptors(tiles)
-        num_lists = len(self.windows)
         num_tiles = self._num_tiles(tiles.queries, num_lists)
-        with _on(self.query):
-            routed_attention_fwd_kernel[(num_tiles * self.B * self.H,)](
-                self.query,
-                self.key,
-                self.value,
-                k_desc,
-                v_desc,
-                rows,
-                lse,
-                self.lists,
-                self.plan.positions,
-                self.plan.counts,
-                *self.marks_args,
-                num_tiles,
-                self.B * self.H,
-                *self.sizes,
-                *self.query.stride()[:3],
-                *self.key_strides,
-                *_row_strides(rows),
-                _slot_stride(lse),
-                *offsets,
-                self.scale,
-                NUM_LISTS=num_lists,
-                QUERIES=tiles.queries,
-                KEYS=tiles.keys,
-                TMA=tma,
-                SPREAD=SPREAD,
-                num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
-                **self.constants,
-            )
+        launch(
+            routed_attention_fwd_kernel,
+            (num_tiles * self.B * self.H, 1, 1),
+            (
+                *(self.query, self.key, self.value, k_desc, v_desc, rows, lse),
+                *(self.lists, self.plan.positions, self.plan.counts, *self._mark_tensors()[:2]),
+            ),
+            (
+                *(num_tiles, self.B * self.H, *self.sizes),
+                *(*self.query.stride()[:3], *self._key_strides(), *strides, *offsets),
+                self.P**-0.5,
+            ),
+            {
+                "NUM_LISTS": num_lists,
+                "QUERIES": tiles.queries,
+                "KEYS": tiles.keys,
+                "WIDTH": self.P,
+                "BLOCK_P": _padded(self.P),
+                "PRECISION": _precision(self.query),
+                "CAUSAL": self.causal,
+                "TMA": tma,
+                "HAS_MARKS": self.marks is not None,
+                "SPREAD": SPREAD,
+            },
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
 
     def backward(self, rows: Tensor, d_rows: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros(self.query.shape, dtype=self.query.dtype, device=self.query.device)
-        layout = self._layout()
-        is_hopper = hopper.can_run(self.query, self.is_plain, layout)
-        tiles = choose_tiles("query gradient", *self.tiled)
-        queries = hopper_query_gradient.QUERIES if is_hopper else tiles.queries
+        tiles = self._tiles("query gradient")
+        queries = hopper_query_gradient.QUERIES if self.is_hopper else tiles.queries
         packed_rows = self._num_tiles(queries, len(self.windows)) * queries
         packed_heads = [
             self.query.new_empty(self.B * self.H * packed_rows, self.P) for _ in ("query", "d_out")
@@ -286,71 +280,66 @@ class _Launch:
         # lists that share tokens run one after the other: each adds to the same rows of dq
         together = len(self.windows) if self.plan.is_exclusive else 1
         num_tiles = self._num_tiles(queries, together)
-        k_desc, v_desc, offsets, tma = self._descriptors(tiles)
-        with _on(self.query):
-            for slot in range(len(self.windows) // together):
-                if is_hopper:
-                    assert layout is not None
-                    hopper_query_gradient.launch_query_gradient(
-                        self.query,
-                        self.key,
-                        self.value,
-                        rows[slot],
-                        d_rows[slot],
-                        lse[slot],
-                        dq,
-                        [*packed_heads, *packed_sums],
-                        self.lists[slot:],
-                        self.plan.positions,
-                        self.plan.counts,
-                        *layout,
-                        num_tiles,
-                        together,
-                        self.sizes,
-                        packed_rows,
-                        slot * num_tiles * queries,
-                        SPREAD,
-                        slot > 0,
-                    )
-                    continue
-                routed_attention_bwd_query_kernel[(num_tiles * self.B * self.H,)](
+        for slot in range(len(self.windows) // together):
+            of_slot = (rows, d_rows, lse)
+            if not self.plan.is_exclusive:
+                of_slot = (rows[slot], d_rows[slot], lse[slot])
+            lists = self.lists[slot:] if slot else self.lists
+            if self.is_hopper:
+                assert self.layout is not None
+                hopper_query_gradient.launch_query_gradient(
                     self.query,
                     self.key,
                     self.value,
-                    k_desc,
-                    v_desc,
-                    rows[slot],
-                    d_rows[slot],
-                    lse[slot],
+                    *of_slot,
                     dq,
-                    *packed_heads,
-                    *packed_sums,
-                    self.lists[slot:],
+                    [*packed_heads, *packed_sums],
+                    lists,
                     self.plan.positions,
                     self.plan.counts,
-                    *self.marks_args,
+                    *self.layout,
                     num_tiles,
-                    self.B * self.H,
-                    *self.sizes,
+                    together,
+                    self.sizes,
                     packed_rows,
                     slot * num_tiles * queries,
-                    *self.query.stride()[:3],
-                    *self.key_strides,
-                    *_row_strides(rows),
-                    *_row_strides(d_rows),
-                    _slot_stride(lse),
-                    *offsets,
-                    self.scale,
-                    NUM_LISTS=together,
-                    QUERIES=queries,
-                    KEYS=tiles.keys,
-                    TMA=tma,
-                    SPREAD=SPREAD,
-                    ADD=slot > 0,
-                    num_warps=tiles.num_warps,
-                    num_stages=tiles.num_stages,
-                    **self.constants,
+                    SPREAD,
+                    slot > 0,
                 )
+                continue
+            k_desc, v_desc, offsets, tma = self._descriptors(tiles)
+            launch(
+                routed_attention_bwd_query_kernel,
+                (num_tiles * self.B * self.H, 1, 1),
+                (
+                    *(self.query, self.key, self.value, k_desc, v_desc),
+                    *(*of_slot, dq, *packed_heads, *packed_sums),
+                    *(lists, self.plan.positions, self.plan.counts),
+                    *self._mark_tensors()[:2],
+                ),
+                (
+                    *(num_tiles, self.B * self.H, *self.sizes),
+                    *(packed_rows, slot * num_tiles * queries),
+                    *(*self.query.stride()[:3], *self._key_strides()),
+                    *(*self._row_strides(rows), *self._row_strides(d_rows)),
+                    *(self._slot_stride(lse), *offsets, self.P**-0.5),
+                ),
+                {
+                    "NUM_LISTS": together,
+                    "QUERIES": queries,
+                    "KEYS": tiles.keys,
+                    "WIDTH": self.P,
+                    "BLOCK_P": _padded(self.P),
+                    "PRECISION": _precision(self.query),
+                    "CAUSAL": self.causal,
+                    "TMA": tma,
+                    "HAS_MARKS": self.marks is not None,
+                    "SPREAD": SPREAD,
+                    "ADD": slot > 0,
+                },
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+            )
         return dq, *self._key_gradients(packed_heads, packed_sums, packed_rows, queries)
 
     def _key_gradients(
@@ -362,67 +351,71 @@ class _Launch:
     ) -> tuple[Tensor, Tensor]:
         dk = torch.empty(self.key.shape, dtype=self.key.dtype, device=self.key.device)
         dv = torch.empty(self.value.shape, dtype=self.value.dtype, device=self.value.device)
-        layout = self._layout()
-        if hopper.can_run(self.query, self.is_plain, layout):
-            assert layout is not None
-            with _on(self.query):
-                hopper_backward.launch_key_gradients(
-                    self.key,
-                    self.value,
-                    packed_heads,
-                    packed_sums,
-                    dk,
-                    dv,
-                    self.lists,
-                    self.plan.positions,
-                    self.plan.counts,
-                    self.plan.ranks,
-                    *layout,
-                    self.sizes,
-                    packed_rows,
-                    packed_tile,
-                    self.plan.is_exclusive,
-                )
-            return dk, dv
-        tiles = choose_tiles("key gradient", *self.tiled)
-        tma = self._has_copy_engine() and self.constants["BLOCK_P"] == self.P
-        described = packed_heads
-        if tma:
-            block = [tiles.queries, self.P]
-            described = [TensorDescriptor.from_tensor(x, block) for x in packed_heads]
-        grid = (self.B * self.K, ceil_div(self.S, tiles.keys))
-        with _on(self.query):
-            routed_attention_bwd_key_kernel[grid](
+        if self.is_hopper:
+            assert self.layout is not None
+            hopper_backward.launch_key_gradients(
                 self.key,
                 self.value,
-                *described,
-                *packed_heads,
-                *packed_sums,
+                packed_heads,
+                packed_sums,
                 dk,
                 dv,
                 self.lists,
                 self.plan.positions,
                 self.plan.counts,
                 self.plan.ranks,
-                *self.marks_args,
-                self.ends,
-                *self.sizes,
+                *self.layout,
+                self.sizes,
                 packed_rows,
                 packed_tile,
-                self.plan.ranks.shape[-1],
-                *self.key_strides,
-                self.scale,
-                NUM_LISTS=len(self.windows),
-                QUERIES=tiles.queries,
-                KEYS=tiles.keys,
-                TMA=tma,
-                EXCLUSIVE=self.plan.is_exclusive,
-                RANK_BLOCK=RANK_BLOCK,
-                num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
-                **self.constants,
+                self.plan.is_exclusive,
             )
+            return dk, dv
+        tiles = self._tiles("key gradient")
+        tma = self._can_copy_tiles()
+        described = packed_heads
+        if tma:
+            block = [tiles.queries, self.P]
+            described = [TensorDescriptor.from_tensor(x, block) for x in packed_heads]
+        launch(
+            routed_attention_bwd_key_kernel,
+            (self.B * self.K, ceil_div(self.S, tiles.keys), 1),
+            (
+                *(self.key, self.value, *described, *packed_heads, *packed_sums, dk, dv),
+                *(self.lists, self.plan.positions, self.plan.counts, self.plan.ranks),
+                *self._mark_tensors(),
+            ),
+            (
+                *(*self.sizes, packed_rows, packed_tile, self.plan.ranks.shape[-1]),
+                *(*self._key_strides(), self.P**-0.5),
+            ),
+            {
+                "NUM_LISTS": len(self.windows),
+                "QUERIES": tiles.queries,
+                "KEYS": tiles.keys,
+                "WIDTH": self.P,
+                "BLOCK_P": _padded(self.P),
+                "PRECISION": _precision(self.query),
+                "TMA": tma,
+                "CAUSAL": self.causal,
+                "HAS_MARKS": self.marks is not None,
+                "EXCLUSIVE": self.plan.is_exclusive,
+                "RANK_BLOCK": RANK_BLOCK,
+            },
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
         return dk, dv
+
+
+def _padded(width: int) -> int:
+    """The width of a tile: a power of two, and what tensor cores take at least."""
+    return max(next_power_of_2(width), 16)
+
+
+def _precision(x: Tensor) -> str:
+    # tensor cores round float32 to ten bits otherwise
+    return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
 def _shared_memory(x: Tensor) -> int:
@@ -436,20 +429,6 @@ def _shared_memory(x: Tensor) -> int:
 def _shared_memory_of(device: int) -> int:
     properties = triton.runtime.driver.active.utils.get_device_properties(device)
     return int(properties["max_shared_mem"])
-
-
-def _slot_stride(x: Tensor) -> int:
-    """From one list's buffer to the next; lists share one under an exclusive plan."""
-    return 0 if x.shape[0] == 1 else x.stride(0)
-
-
-def _row_strides(x: Tensor) -> tuple[int, ...]:
-    return (_slot_stride(x), *x.stride()[1:4])
-
-
-def _on(x: Tensor) -> torch.cuda.device_of:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device_of(x)
 
 
 @torch.compiler.disable
@@ -470,10 +449,7 @@ def routed_attention_triton(
     query, key, value = (last_contiguous(x) for x in (query, key, value))
     pairs = _order(tuple(windows.items()), plan.is_exclusive)
     if rows is None:
-        num_buffers = 1 if plan.is_exclusive else len(pairs)
-        buffer = torch.zeros(num_buffers, *query.shape, dtype=query.dtype, device=query.device)
-    else:
-        buffer = rows.unsqueeze(0)
+        buffers = () if plan.is_exclusive else (len(pairs),)
+        rows = torch.zeros(*buffers, *query.shape, dtype=query.dtype, device=query.device)
     marks = None if mask is None else _marks_of(mask)
-    out = apply(RoutedAttention, buffer, query, key, value, plan, pairs, causal, marks)
-    return out.squeeze(0) if plan.is_exclusive else out
+    return apply(RoutedAttention, rows, query, key, value, plan, pairs, causal, marks)
