@@ -62,7 +62,7 @@ SCALES: dict[str, dict[str, Any]] = {
         "task": "recall:pairs=16,recalls=10,copies=10,keys=32,values=16",
         "length": 96,
         "window_size": 8,
-        "steps": 1200,
+        "steps": 1800,
         "eval_every": 200,
         "save_every": 400,
     },
