@@ -13,11 +13,11 @@ LOG = "log.txt"
 
 @dataclass(slots=True)
 class Job:
-    """A run that is missing, or under way."""
+    """Runs of one variant that are missing, or under way: one after the other in a process."""
 
     variant: str
-    seed: int
-    folder: Path
+    seeds: tuple[int, ...]
+    folders: tuple[Path, ...]  # of the seeds
     result: str
     """Name of the file that a finished run has."""
     process: subprocess.Popen[bytes] | None = None
@@ -25,10 +25,14 @@ class Job:
 
     @property
     def is_done(self) -> bool:
-        return (self.folder / self.result).exists()
+        return all((folder / self.result).exists() for folder in self.folders)
+
+    @property
+    def log(self) -> Path:
+        return self.folders[0] / LOG
 
     def __str__(self) -> str:
-        return f"{self.variant} seed {self.seed}"
+        return f"{self.variant} seed {', '.join(map(str, self.seeds))}"
 
 
 def run_side_by_side(
@@ -63,7 +67,7 @@ def run_side_by_side(
                 running.remove(job)
                 assert job.process is not None
                 seconds = time.time() - job.started
-                last = ((job.folder / LOG).read_text().splitlines() or ["no output"])[-1]
+                last = (job.log.read_text().splitlines() or ["no output"])[-1]
                 if job.process.returncode:
                     failed += 1
                     say(f"{job} FAILED after {seconds:.0f} s: {last}")
@@ -89,9 +93,9 @@ def run_side_by_side(
 
 def _start(job: Job, command: Sequence[str], parallel: int) -> None:
     threads = str(max(1, (os.cpu_count() or 1) // parallel))
-    job.folder.mkdir(parents=True, exist_ok=True)
+    job.log.parent.mkdir(parents=True, exist_ok=True)
     job.started = time.time()
-    with (job.folder / LOG).open("wb") as log:
+    with job.log.open("wb") as log:
         job.process = subprocess.Popen(
             [sys.executable, *command],
             stdout=log,

@@ -203,7 +203,7 @@ def measure(folder: Path, settings: Settings) -> dict[str, Any]:
 def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> list[Job]:
     """All variants of a seed before the next seed."""
     jobs = [
-        Job(name, seed, run_folder(runs, scale, name, seed), RESULT)
+        Job(name, (seed,), (run_folder(runs, scale, name, seed),), RESULT)
         for seed in range(seeds)
         for name in variants
     ]
@@ -219,7 +219,14 @@ def run_all(args: argparse.Namespace) -> int:
 
     def command_of(job: Job, stop_at: float) -> list[str]:
         command = [__file__, "run", "--out", str(args.out), "--scale", args.scale]
-        command += ["--variant", job.variant, "--seed", str(job.seed), "--stop-at", str(stop_at)]
+        command += [
+            "--variant",
+            job.variant,
+            "--seed",
+            str(job.seeds[0]),
+            "--stop-at",
+            str(stop_at),
+        ]
         return command + (["--set", *args.set] if args.set else [])
 
     failed = run_side_by_side(jobs, command_of, parallel=args.parallel, time_limit=args.time_limit)

@@ -6,7 +6,7 @@ when it is started again.
     # where the corpora are: one tokenizer, token files of less than 60 MB
     python benchmarks/study_text.py prepare --data books wiki wikitext-103 --out runs/cache
 
-    # on the GPU: every missing run, six at a time, for nine minutes; again until none is missing
+    # on the GPU: missing runs, six variants at a time, nine minutes; again until none is missing
     python benchmarks/study_text.py all --cache runs/cache --out runs/study --seeds 5 \\
         --parallel 6 --time-limit 540
 
@@ -18,7 +18,7 @@ when it is started again.
 
     # an eighth of the text, seen eight times as often in equal steps; runs of each its own folder
     python benchmarks/study_text.py run --cache runs/cache --out runs/repeat-8 \\
-        --variant bayes-all-token-0.25 --set repeat=8
+        --variant bayes-all-token-0.2 --set repeat=8
 
 "NAME --help" says more of each.
 """
@@ -43,20 +43,22 @@ KNOWN = (
 
 
 def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> list[Job]:
-    """All variants of a seed before the next seed; of one seed the longest first."""
-    jobs = [
-        Job(name, seed, study_run.run_folder(runs, scale, name, seed), study_run.RESULT)
-        for seed in range(seeds)
-        for name in sorted(variants, key=lambda name: -find_variant(name).work())
-    ]
-    return [job for job in jobs if not job.is_done]
+    """A process for each variant, which compiles once for all its seeds; the longest first."""
+    jobs = []
+    for name in sorted(variants, key=lambda name: -find_variant(name).work()):
+        folders = {seed: study_run.run_folder(runs, scale, name, seed) for seed in range(seeds)}
+        missing = {s: f for s, f in folders.items() if not (f / study_run.RESULT).exists()}
+        if missing:
+            jobs.append(Job(name, tuple(missing), tuple(missing.values()), study_run.RESULT))
+    return jobs
 
 
 def run_all(args: argparse.Namespace) -> int:
     """Runs side by side; how many failed."""
     Cache.open(args.cache)
     jobs = missing_jobs(args.out, args.scale, args.variants, args.seeds)
-    say(f"{len(jobs)} of {args.seeds * len(args.variants)} runs are missing")
+    missing = sum(len(job.seeds) for job in jobs)
+    say(f"{missing} of {args.seeds * len(args.variants)} runs are missing")
     return run_side_by_side(
         jobs,
         lambda job, stop_at: command_of(job, args, stop_at),
@@ -67,7 +69,8 @@ def run_all(args: argparse.Namespace) -> int:
 
 def command_of(job: Job, args: argparse.Namespace, stop_at: float) -> list[str]:
     command = [__file__, "run", "--cache", str(args.cache), "--out", str(args.out)]
-    command += ["--variant", job.variant, "--seed", str(job.seed), "--scale", args.scale]
+    command += ["--variant", job.variant, "--scale", args.scale]
+    command += ["--seed", *map(str, job.seeds)]
     command += ["--stop-at", str(stop_at)]
     command += ["--compile"] if args.compile else []
     command += ["--set", *args.set] if args.set else []
@@ -75,20 +78,23 @@ def command_of(job: Job, args: argparse.Namespace, stop_at: float) -> list[str]:
 
 
 def run_one(args: argparse.Namespace) -> int:
-    result = study_run.run(
-        Cache.open(args.cache),
-        args.out,
-        args.variant,
-        args.seed,
-        args.scale,
-        changes=args.set,
-        compile=args.compile,
-        stop_at=args.stop_at,
-    )
-    if result is not None:
+    cache = Cache.open(args.cache)
+    for seed in args.seed:
+        result = study_run.run(
+            cache,
+            args.out,
+            args.variant,
+            seed,
+            args.scale,
+            changes=args.set,
+            compile=args.compile,
+            stop_at=args.stop_at,
+        )
+        if result is None:
+            break
         hard, soft = result["hard"], result["soft"]
         print(
-            f"loss {hard['loss']:.4f} hard, {soft['loss']:.4f} soft, attention FLOPs "
+            f"seed {seed}: loss {hard['loss']:.4f} hard, {soft['loss']:.4f} soft, attention FLOPs "
             f"{hard['attention_flops']:.3f}, {result['tokens_per_s']:,.0f} tokens/s"
         )
     return 0
@@ -117,10 +123,10 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--max-tokens", type=int, default=24_000_000, help="to train on, in all")
     command.set_defaults(call=lambda args: bool(prepare_cache(args)))
 
-    command = commands.add_parser("run", help="train and evaluate one variant")
+    command = commands.add_parser("run", help="train and evaluate one variant, seed after seed")
     _add_run_options(command)
     command.add_argument("--variant", required=True, help=KNOWN)
-    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--seed", type=int, nargs="+", default=[0])
     command.add_argument(
         "--stop-at", type=float, default=math.inf, help="seconds of the clock, as of time.time()"
     )
@@ -129,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("all", help="every missing run, several side by side")
     _add_run_options(command)
     command.add_argument("--seeds", type=int, default=5)
-    command.add_argument("--parallel", type=int, default=6, help="runs at a time")
+    command.add_argument("--parallel", type=int, default=6, help="variants at a time")
     command.add_argument(
         "--time-limit",
         type=float,

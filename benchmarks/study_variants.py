@@ -42,9 +42,7 @@ class Scale:
     kl_weight: str = "0->0.02@0.3:0.6"
     cost_weight: str = "0->0.2@0.3:0.6"
     hold: float = 1.0  # weight of falling below the target; see Training.below_target
-    # taps of the convolution before attention, 0 for none; without, no model of this size and
-    # training reads anything beyond a hundred tokens, so that nothing could be told apart
-    short_conv: int = 3
+    short_conv: int = 3  # taps of the convolution before attention, 0 for none
     argmax_from: float = 1.0  # share of the steps after which routes are no longer drawn
     repeat: int = 1  # train on 1/repeat of the text, so that equal steps see it more often
 
@@ -84,37 +82,40 @@ SCALES = {
         longest=64,
         save_every=2,
     ),
-    # 7.4M parameters
+    # 7.4M parameters; models of this size and training hardly read beyond 256 tokens, so that
+    # a wider window would leave nothing for full attention to do
     "small": Scale(
         length=2048,
-        window_size=128,
+        window_size=32,
         hidden_size=256,
         intermediate_size=1024,
         layers=6,
         heads=4,
         kv_heads=4,
-        batch_size=16,
-        steps=600,
+        batch_size=8,
+        steps=2500,
         lr=2e-3,
         eval_tokens=1 << 19,
         longest=2048,
-        save_every=200,
+        save_every=5000,
+        argmax_from=0.8,
     ),
     # 30M parameters
     "medium": Scale(
         length=4096,
-        window_size=128,
+        window_size=64,
         hidden_size=512,
         intermediate_size=1024,
         layers=12,
         heads=8,
         kv_heads=4,
-        batch_size=16,
-        steps=800,
+        batch_size=8,
+        steps=2000,
         lr=1e-3,
         eval_tokens=1 << 19,
         longest=16384,
-        save_every=200,
+        save_every=500,
+        argmax_from=0.8,
     ),
 }
 
@@ -131,6 +132,7 @@ class Variant:
         granularity: What has a route of its own.
         gradient: ``"chosen"`` trains with the kernels of hard routing, ``"all"`` runs all experts.
         draw: What routes are made from in training.
+        widen: Windows are this many times as wide as those of the other variants.
     """
 
     pattern: str
@@ -139,6 +141,7 @@ class Variant:
     granularity: RouteGranularity = "token"
     gradient: RouteGradient = "all"
     draw: TrainingWeights = "one_hot"
+    widen: int = 1
 
     @property
     def is_routed(self) -> bool:
@@ -172,7 +175,7 @@ class Variant:
             layer_experts=[EXPERTS[letter] for letter in pattern],
             expert_costs="flops",
             cost_length=scale.length,
-            window_size=scale.window_size,
+            window_size=self.widen * scale.window_size,
             controller=self.controller,
             start_expert="full" if self.is_routed else None,
             training_weights=self.draw,
@@ -188,17 +191,20 @@ class Variant:
 # in a group of layers the full one has layers after it, which can use what it found
 HYBRID = "LLLFLL"
 # of the routed layers; in all layers, or in the full layers of the hybrid
-TARGETS = {"all": (0.15, 0.25, 0.4), "global": (0.2, 0.4, 0.6)}
-ROUTED_PATTERNS = {"all": "R", "global": HYBRID.replace("F", "R")}
+TARGETS = {"all": (0.1, 0.2, 0.4), "global": (0.2, 0.4, 0.6)}
+# without linear attention, which made every trial worse
+ROUTED_PATTERNS = {"all": "S", "global": HYBRID.replace("F", "S")}
 
 VARIANTS: dict[str, Variant] = {
     "full": Variant("F"),
     "local": Variant("L"),
+    "local-x4": Variant("L", widen=4),
+    "local-x8": Variant("L", widen=8),
     "hybrid-1-1": Variant("LF"),
     "hybrid-1-2": Variant("LFL"),
     "hybrid-1-5": Variant(HYBRID),
     "hybrid-1-5-last": Variant("LLLLLF"),  # where Gemma 3 has its full layers
-    "prior-free-all-0.25": Variant("R", "prior_free", target=0.25),
+    "prior-free-all-0.2": Variant("S", "prior_free", target=0.2),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
         ROUTED_PATTERNS[where], target=target, granularity=granularity
@@ -207,13 +213,11 @@ VARIANTS: dict[str, Variant] = {
     for granularity in ("token", "kv_head")
     for target in targets
 }
-
-
 # by name only, not part of "all": a routed variant with endings, such as
-# bayes-all-token-0.25-no-linear-sparse
+# bayes-all-token-0.2-linear-sparse
 ENDINGS: dict[str, Callable[[Variant], Variant]] = {
-    # without the expert whose state every token updates
-    "no-linear": lambda v: replace(v, pattern=v.pattern.replace("R", "S")),
+    # the paper's three experts
+    "linear": lambda v: replace(v, pattern=v.pattern.replace("S", "R")),
     # training saves time too, as only chosen experts run
     "sparse": lambda v: replace(v, gradient="chosen"),
     "thompson": lambda v: replace(v, draw="sample"),
@@ -230,7 +234,7 @@ def find_variant(name: str) -> Variant:
 
 
 def base_and_endings(name: str) -> tuple[str, list[str]]:
-    """``"bayes-all-token-0.25-sparse"`` -> that without its ending, and ``["sparse"]``."""
+    """``"bayes-all-token-0.2-sparse"`` -> that without its ending, and ``["sparse"]``."""
     base: str = name
     endings: list[str] = []
     while base not in VARIANTS:

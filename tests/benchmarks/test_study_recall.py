@@ -128,7 +128,7 @@ def test_a_run_meets_all_targets_or_none(far_accuracy, full_share, precision, me
 def test_runs_come_seed_by_seed_and_those_that_are_done_are_left_out(runs):
     jobs = study_recall.missing_jobs(runs, "tiny", ["full", "argmax", "paper"], 2)
     expected = [("argmax", 0), ("full", 1), ("argmax", 1), ("paper", 1)]
-    assert [(job.variant, job.seed) for job in jobs] == expected
+    assert [(job.variant, *job.seeds) for job in jobs] == expected
 
 
 def test_jobs_run_side_by_side_and_are_told_apart(tmp_path, capsys):
@@ -137,11 +137,11 @@ def test_jobs_run_side_by_side_and_are_told_apart(tmp_path, capsys):
         "bad": "raise SystemExit('no luck')",
         "slow": "print('later')",
     }
-    jobs = [Job(name, 0, tmp_path / name, "result.json") for name in scripts]
+    jobs = [Job(name, (0,), (tmp_path / name,), "result.json") for name in scripts]
     begin = time.time()
     failed = run_side_by_side(
         jobs,
-        lambda job, stop_at: ["-c", scripts[job.variant].format(job.folder)],
+        lambda job, stop_at: ["-c", scripts[job.variant].format(job.log.parent)],
         parallel=3,
         time_limit=60.0,
     )

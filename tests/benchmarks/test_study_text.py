@@ -54,7 +54,7 @@ def test_a_cache_has_the_tokens_it_was_asked_for_and_the_words_as_wikitext_count
 
 
 @pytest.mark.parametrize(
-    "variant", ["hybrid-1-2", "bayes-global-kv_head-0.4", "prior-free-all-0.25"]
+    "variant", ["hybrid-1-2", "bayes-global-kv_head-0.4", "prior-free-all-0.2"]
 )
 def test_a_run_leaves_config_metrics_and_result(cache, tmp_path, variant):
     arguments = ["--cache", str(cache.folder), "--out", str(tmp_path), "--scale", "tiny"]
@@ -67,6 +67,12 @@ def test_a_run_leaves_config_metrics_and_result(cache, tmp_path, variant):
     assert 4.0 < result["hard"]["loss"] < 7.0
     assert math.isfinite(result["words"]["words.valid"]["word_perplexity"])
     assert not (folder / "checkpoint.pt").exists()
+
+
+def test_a_wider_window_costs_more_than_a_narrow_one(cache):
+    scale = SCALES["tiny"]
+    widths = [VARIANTS[name].model_config(scale, 300).window_size for name in ("local", "local-x4")]
+    assert widths == [scale.window_size, 4 * scale.window_size]
 
 
 def test_static_variants_cost_what_their_layers_do(cache):
@@ -87,7 +93,7 @@ def test_static_variants_cost_what_their_layers_do(cache):
 
 def test_a_run_that_was_cut_off_goes_on_as_an_unbroken_one(cache, tmp_path, monkeypatch):
     def run(out):
-        return study_run.run(cache, out, "bayes-all-token-0.25", 0, "tiny", changes=[STEPS])
+        return study_run.run(cache, out, "bayes-all-token-0.2", 0, "tiny", changes=[STEPS])
 
     whole = run(tmp_path / "whole")
     save = study_run.Training.save
@@ -100,7 +106,7 @@ def test_a_run_that_was_cut_off_goes_on_as_an_unbroken_one(cache, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut")
     monkeypatch.undo()
-    folder = "tiny-bayes-all-token-0.25-seed0"
+    folder = "tiny-bayes-all-token-0.2-seed0"
     assert len(losses(tmp_path / "cut" / folder)) == 1
     resumed = run(tmp_path / "cut")
     assert losses(tmp_path / "cut" / folder) == losses(tmp_path / "whole" / folder)
@@ -115,7 +121,7 @@ def test_a_run_stops_in_time_and_does_not_go_on_with_other_settings(cache, tmp_p
 
 
 def test_metrics_have_the_entropy_of_beliefs(cache, tmp_path):
-    for variant, is_routed in (("bayes-all-token-0.25", True), ("full", False)):
+    for variant, is_routed in (("bayes-all-token-0.2", True), ("full", False)):
         study_run.run(cache, tmp_path, variant, 0, "tiny")
         path = tmp_path / f"tiny-{variant}-seed0" / "metrics.jsonl"
         entropy = json.loads(path.read_text().splitlines()[-1])["routing_entropy"]
@@ -172,16 +178,20 @@ def test_nothing_is_held_up_before_anything_presses(cache):
     assert held == [0.0, 1.0, 1.0]  # the pressure begins after 30% of three steps
 
 
-def test_seeds_come_one_after_the_other_and_long_runs_first(tmp_path):
-    names = ["local", "full", "bayes-all-token-0.25"]
-    jobs = study_text.missing_jobs(tmp_path, "tiny", names, 2)
-    assert [(job.seed, job.variant) for job in jobs] == [
-        (seed, name) for seed in (0, 1) for name in reversed(names)
+def test_a_process_takes_the_missing_seeds_of_a_variant_and_long_ones_come_first(tmp_path):
+    names = ["local", "full", "bayes-all-token-0.2"]
+    (tmp_path / "tiny-full-seed1").mkdir()
+    (tmp_path / "tiny-full-seed1" / "result.json").write_text("{}")
+    jobs = study_text.missing_jobs(tmp_path, "tiny", names, 3)
+    assert [(job.variant, job.seeds) for job in jobs] == [
+        ("bayes-all-token-0.2", (0, 1, 2)),
+        ("full", (0, 2)),
+        ("local", (0, 1, 2)),
     ]
 
 
 def test_a_report_has_means_intervals_and_the_distance_to_static_variants(cache, tmp_path):
-    for variant in ("full", "local", "bayes-global-token-0.4-no-linear"):
+    for variant in ("full", "local", "bayes-global-token-0.4"):
         for seed in (0, 1):
             study_run.run(cache, tmp_path, variant, seed, "tiny", changes=["steps=1"])
     study_run.measure_times(cache, tmp_path / "tiny-full-seed0", repeats=1)
@@ -190,7 +200,7 @@ def test_a_report_has_means_intervals_and_the_distance_to_static_variants(cache,
     assert full["n"] == 2
     assert full["interval"] > 0.0
     assert rows["full"]["step_ms"]["n"] == 1
-    assert rows["bayes-global-token-0.4-no-linear"]["beyond_static"] is not None
+    assert rows["bayes-global-token-0.4"]["beyond_static"] is not None
     assert (tmp_path / "frontier-tiny.png").stat().st_size > 0
     assert json.loads((tmp_path / "report.json").read_text())["tiny"]
 
@@ -201,7 +211,7 @@ def test_an_interval_is_student_t():
 
 
 @pytest.mark.parametrize(
-    "name", [*VARIANTS, *(f"bayes-all-token-0.25-{ending}" for ending in ENDINGS)]
+    "name", [*VARIANTS, *(f"bayes-all-token-0.2-{ending}" for ending in ENDINGS)]
 )
 def test_every_variant_is_a_model_of_every_scale(name):
     for scale in SCALES.values():
@@ -223,13 +233,13 @@ def test_errors_say_what_to_do(tmp_path, capsys):
 
 def test_endings_of_a_variant_add_up():
     base = VARIANTS["bayes-global-token-0.4"]
-    variant = find_variant("bayes-global-token-0.4-no-linear-thompson-sparse")
-    assert variant.pattern == base.pattern.replace("R", "S")
+    variant = find_variant("bayes-global-token-0.4-linear-thompson-sparse")
+    assert variant.pattern == base.pattern.replace("S", "R")
     assert (variant.draw, variant.gradient) == ("sample", "chosen")
     assert variant.target == base.target
 
 
-@pytest.mark.parametrize("name", ["bayes-all-token-0.3", "full-sparse", "bayes-all-token-0.25-x"])
+@pytest.mark.parametrize("name", ["bayes-all-token-0.3", "full-sparse", "bayes-all-token-0.2-x"])
 def test_an_unknown_variant_is_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError, match="variant"):
         find_variant(name)
@@ -237,7 +247,7 @@ def test_an_unknown_variant_is_refused_with_the_known_ones(name):
 
 def test_routes_are_no_longer_drawn_at_the_end_if_asked(cache):
     scale = SCALES["tiny"].with_changes(["steps=4", "argmax_from=0.5"])
-    training = study_run.Training(cache, VARIANTS["bayes-all-token-0.25"], scale, 0, "cpu")
+    training = study_run.Training(cache, VARIANTS["bayes-all-token-0.2"], scale, 0, "cpu")
     draws = []
     for _ in range(4):
         training.step()

@@ -358,7 +358,7 @@ def recall() -> Settings:
         weight_decay=0.01,
         **ADAPTIVE,
         # at 0.1 all keys stay on full attention, also those that are stored and ask for nothing
-        kl_weight=Schedule(0.0, 0.5, 0.4, 0.6),
+        kl_weight=Schedule(0.0, 0.2, 0.4, 0.6),
         eval_every=500,
         save_every=500,
     )
