@@ -56,6 +56,9 @@ class Settings:
     eval_data: tuple[str, ...] = ()
     """Text to evaluate on; none: a part of the data, held out."""
     max_bytes: int | None = None
+    train_bytes: int | None = None
+    """Train on this much of the text only, again and again; what is held out and the tokenizer stay
+    those of the whole."""
     tokenizer: str
     """``"task"`` is the vocabulary of task recall, and goes with no other."""
     length: int
@@ -74,6 +77,10 @@ class Settings:
     expert_costs: str | tuple[float, ...] = "flops"
     shared_projections: bool = True
     controller: ControllerName = "bayesian"
+    prior_strength: float = 1.0
+    """The paper's beta_0."""
+    prior_floor: float = 0.01
+    """The paper's epsilon."""
     start_expert: str | None = None
     """Expert that is believed in at first, in the layers that have it."""
     training_weights: TrainingWeights = "mean"
@@ -121,6 +128,8 @@ class Settings:
         for name in ("steps", "batch_size", "grad_accum", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.train_bytes is not None and self.train_bytes < 1:
+            raise ConfigError(f"train_bytes must be >= 1, got {self.train_bytes}")
         if self.eval_every < 0:
             raise ConfigError(f"eval_every must be >= 0, got {self.eval_every}")
         if self.batch_size % self.grad_accum:
@@ -155,7 +164,7 @@ class Settings:
             if self.tokenizer == "task":
                 raise ConfigError("tokenizer 'task' is the vocabulary of task recall; name another")
             return
-        for name in ("data", "eval_data", "max_bytes"):
+        for name in ("data", "eval_data", "max_bytes", "train_bytes"):
             if getattr(self, name):
                 raise ConfigError(
                     f"{name} must not be given with task recall, which makes its own tokens; leave "
@@ -195,6 +204,8 @@ class Settings:
             expert_costs=self.expert_costs,
             shared_projections=self.shared_projections,
             controller=self.controller,
+            prior_strength=self.prior_strength,
+            prior_floor=self.prior_floor,
             start_expert=self.start_expert,
             training_weights=self.training_weights,
             route_gradient=self.route_gradient,

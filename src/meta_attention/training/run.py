@@ -283,6 +283,8 @@ def _training_arguments(settings: Settings, out: Path) -> TrainingArguments:
         use_cache=True,
         remove_unused_columns=False,
         dataloader_pin_memory=has_device,
+        # a copy that waits for the device would make every step wait for the one before
+        accelerator_config={"non_blocking": has_device},
         # every parameter has a gradient
         ddp_find_unused_parameters=False,
         report_to="none",
