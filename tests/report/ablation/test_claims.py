@@ -1,0 +1,71 @@
+"""Verdicts on what the paper says."""
+
+import pytest
+
+from meta_attention.evaluation.statistics import Figure
+from meta_attention.report.ablation.claims import _largest_drop, judge, own_questions, paper_claims
+from meta_attention.report.ablation.read import read_ablation
+
+
+@pytest.mark.parametrize(
+    ("mean", "interval", "verdict"),
+    [
+        (-30.0, 5.0, "reproduced"),
+        (-20.0, 5.0, "reproduced"),
+        (-10.0, 5.0, "not reproduced"),  # less than half of it
+        (-80.0, 5.0, "not reproduced"),  # more than twice as much
+        (-30.0, 40.0, "not reproduced"),  # may be nothing
+        (-10.0, 9.0, "not reproduced"),
+        (10.0, 5.0, "opposite"),
+        (10.0, 12.0, "not reproduced"),
+        (0.0, None, "not reproduced"),
+        (-30.0, None, "reproduced"),  # one seed
+        (3.0, None, "opposite"),
+    ],
+)
+def test_a_verdict_needs_the_sign_the_size_and_the_interval(mean, interval, verdict):
+    figure = Figure(mean, interval, 1 if interval is None else 5)
+    assert judge(figure, paper=-34.2) == verdict
+
+
+def test_more_of_a_gain_reproduces_it():
+    assert judge(Figure(-80.0, 5.0, 5), -34.2, is_gain=True) == "reproduced"
+    assert judge(Figure(-10.0, 5.0, 5), -34.2, is_gain=True) == "not reproduced"
+
+
+def test_nothing_measured_is_no_verdict():
+    assert judge(None, 1.0) == "not measured"
+
+
+def test_every_claim_has_a_figure_and_a_verdict(ablation_folder):
+    ablation = read_ablation([ablation_folder])
+    claims = paper_claims(ablation)
+    assert len(claims) == 10
+    assert all(claim.ours is not None and claim.ours.n == 3 for claim in claims)
+    # nothing was trained, so there is nothing that commits in training
+    assert claims[-1].ours.mean == 0.0
+    assert len(own_questions(ablation)) == 5
+
+
+def test_a_claim_is_the_difference_seed_by_seed(ablation_folder):
+    ablation = read_ablation([ablation_folder])
+    costs = [
+        100.0 * (a.result["soft"]["projected_cost"] - b.result["soft"]["projected_cost"])
+        for a, b in zip(
+            ablation.by_variant["bayesian"], ablation.by_variant["prior-free"], strict=True
+        )
+    ]
+    claim = next(c for c in paper_claims(ablation) if c.paper == -34.2)
+    assert claim.ours.mean == pytest.approx(sum(costs) / 3)
+    # an untrained posterior leans to cheap experts, an untrained softmax does not
+    assert claim.ours.high < 0.0
+
+
+def test_a_sharp_fall_is_told_from_a_gradual_one():
+    def curve(values):
+        return [{"soft": {"routing_entropy": value}} for value in values]
+
+    assert _largest_drop(curve([90, 90, 30, 30])) == pytest.approx(100.0)
+    assert _largest_drop(curve([90, 80, 70, 60, 50])) == pytest.approx(25.0)
+    assert _largest_drop(curve([90, 90.5, 90.2])) == 0.0
+    assert _largest_drop(curve([None, None])) is None
