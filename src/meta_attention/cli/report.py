@@ -48,17 +48,18 @@ def print_tables(ablation: "Ablation") -> None:
     """A table for every experiment, and the verdict on every claim."""
     from rich.console import Console
 
+    from meta_attention.report.ablation.claims import has_claims
     from meta_attention.report.ablation.summary import summarise
     from meta_attention.report.ablation.table import claims_table, summary_table
 
     console = Console()
-    # a table that is cut helps nobody; lines may be long where there is no terminal
-    width = None if console.is_terminal else 160
-    console = Console(width=width)
+    # lines may be long where there is no terminal, and a table that is cut helps nobody
+    console = Console(width=None if console.is_terminal else 160)
     for name in ablation.experiments:
         question = ablation.plan["experiments"][name]["question"]
-        console.print(summary_table(summarise(ablation, name), f"{name}: {question}"))
-    if "ablation" in ablation.experiments:
+        rows = summarise(ablation, name)
+        console.print(summary_table(rows, f"{name}: {question}", is_narrow=console.width < 140))
+    if has_claims(ablation):
         console.print(claims_table(ablation))
     if ablation.missing:
         console.print(f"not done: {', '.join(ablation.missing)}", soft_wrap=True, highlight=False)

@@ -3,8 +3,9 @@
 import pytest
 
 from meta_attention.evaluation.statistics import Figure
-from meta_attention.report.ablation.claims import _largest_drop, judge, own_questions, paper_claims
+from meta_attention.report.ablation.claims import judge, own_questions, paper_claims
 from meta_attention.report.ablation.read import read_ablation
+from meta_attention.report.ablation.summary import Drop, largest_drop
 
 
 @pytest.mark.parametrize(
@@ -62,10 +63,12 @@ def test_a_claim_is_the_difference_seed_by_seed(ablation_folder):
 
 
 def test_a_sharp_fall_is_told_from_a_gradual_one():
-    def curve(values):
-        return [{"soft": {"routing_entropy": value}} for value in values]
+    def drop(*values):
+        rows = [{"step": 10 * i, "soft": {"routing_entropy": v}} for i, v in enumerate(values)]
+        return largest_drop(rows)
 
-    assert _largest_drop(curve([90, 90, 30, 30])) == pytest.approx(100.0)
-    assert _largest_drop(curve([90, 80, 70, 60, 50])) == pytest.approx(25.0)
-    assert _largest_drop(curve([90, 90.5, 90.2])) == 0.0
-    assert _largest_drop(curve([None, None])) is None
+    assert drop(90, 90, 30, 30) == Drop(20, pytest.approx(100.0))
+    assert drop(90, 80, 70, 60, 50).share == pytest.approx(25.0)
+    assert drop(50, 90, 80, 60) == Drop(30, pytest.approx(100.0 * 2 / 3))
+    assert drop(90, 90.5, 90.2).share == 0.0
+    assert drop(None, None) is None

@@ -6,12 +6,11 @@ over seeds. Differences between two variants are taken seed by seed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 from meta_attention.evaluation.statistics import Figure
 from meta_attention.report.ablation.read import Ablation, Row
-from meta_attention.report.ablation.summary import paired
+from meta_attention.report.ablation.summary import largest_drop, paired
 
 Verdict = Literal["reproduced", "not reproduced", "opposite", "not measured"]
 
@@ -67,6 +66,11 @@ def judge(ours: Figure | None, paper: float, *, is_gain: bool = False) -> Verdic
     is_near = 1.0 / FACTOR <= ratio <= FACTOR or ours.low <= paper <= ours.high
     is_near |= is_gain and ratio > 1.0
     return "reproduced" if is_clear and is_near else "not reproduced"
+
+
+def has_claims(ablation: Ablation) -> bool:
+    """Whether the two variants that the paper compares have runs."""
+    return {"bayesian", "prior-free"} <= set(ablation.variants_of("ablation"))
 
 
 def paper_claims(ablation: Ablation) -> list[Claim]:
@@ -169,7 +173,7 @@ def paper_claims(ablation: Ablation) -> list[Claim]:
             "%",
             None,
             "Measured on held-out text; a gradual fall would be near 5%.",
-            of_curve=_largest_drop,
+            of_curve=_share_of_largest_drop,
         ),
     ]
 
@@ -278,15 +282,6 @@ def _attention(figures: Row) -> float:
     return 100.0 * figures["flops"]["attention"]
 
 
-def _largest_drop(curve: Sequence[Row]) -> float | None:
-    """Of the routing entropy, in percent of the whole fall from its highest to its last value."""
-    entropies = [row["soft"]["routing_entropy"] for row in curve]
-    if len(entropies) < 2 or None in entropies:
-        return None
-    begin = entropies.index(max(entropies))
-    fall = entropies[begin] - entropies[-1]
-    if fall <= 1.0:
-        # less than a point is no transition
-        return 0.0
-    later = entropies[begin:]
-    return 100.0 * max(a - b for a, b in pairwise(later)) / fall
+def _share_of_largest_drop(curve: Sequence[Row]) -> float | None:
+    drop = largest_drop(curve)
+    return None if drop is None else drop.share

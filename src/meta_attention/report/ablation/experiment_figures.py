@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from meta_attention.evaluation.statistics import Figure as Mean
 from meta_attention.report.ablation.drawing import (
     COLOURS,
     SIGNALS,
@@ -13,7 +14,7 @@ from meta_attention.report.ablation.drawing import (
     marker_of,
 )
 from meta_attention.report.ablation.read import Ablation
-from meta_attention.report.ablation.summary import mean_curve, summarise
+from meta_attention.report.ablation.summary import largest_drop, mean_curve, summarise
 
 
 def draw_gates(ablation: Ablation, names: Sequence[str]) -> Iterator[Panel]:
@@ -117,6 +118,7 @@ def draw_gradients(ablation: Ablation) -> Iterator[Panel]:
 
 def draw_repetition(ablation: Ablation) -> Iterator[Panel]:
     names = ablation.variants_of("repetition")
+    yield from _draw_drops(ablation, names)
     for kind in ("bayesian", "prior-free"):
         own = [name for name in names if name.startswith(f"repetition-{kind}-")]
         if not own:
@@ -135,3 +137,36 @@ def draw_repetition(ablation: Ablation) -> Iterator[Panel]:
             "transition forward, lines of more repeats would fall earlier.",
             figure,
         )
+
+
+def _draw_drops(ablation: Ablation, names: Sequence[str]) -> Iterator[Panel]:
+    """When the routing entropy falls most, by how often the text is seen."""
+    values = ablation.plan["experiments"]["repetition"]["variants"]
+    figure, axes = make_axes("times the text is seen", "step")
+    for index, kind in enumerate(("bayesian", "prior-free")):
+        points = []
+        for name in names:
+            drops = [largest_drop(run.curve) for run in ablation.by_variant[name]]
+            step = Mean.of([None if drop is None else drop.step for drop in drops])
+            if name.startswith(f"repetition-{kind}-") and step is not None:
+                points.append((values[name], step))
+        if points:
+            axes.errorbar(
+                [x for x, _ in points],
+                [step.mean for _, step in points],
+                yerr=[step.interval or 0.0 for _, step in points],
+                fmt="o-",
+                color=colour_of(index),
+                capsize=2,
+                lw=1,
+                label=kind,
+            )
+    axes.set_xscale("log", base=2)
+    add_legend(axes)
+    yield Panel(
+        "repetition-drop",
+        "When routing entropy falls most",
+        "The end of the interval, of twenty, in which it falls most. If repetition brought "
+        "routing forward, lines would go down to the right.",
+        figure,
+    )

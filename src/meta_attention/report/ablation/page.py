@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meta_attention.errors import DataError
-from meta_attention.report.ablation.claims import Claim, own_questions, paper_claims
+from meta_attention.report.ablation.claims import Claim, has_claims, own_questions, paper_claims
 from meta_attention.report.ablation.drawing import EXPERTS, INK, Panel
 from meta_attention.report.ablation.figures import SHOWN, draw_sections
 from meta_attention.report.ablation.read import Ablation, Row
@@ -183,16 +183,16 @@ def _banner(ablation: Ablation) -> str:
 
 
 def _claims(ablation: Ablation) -> str:
-    if "ablation" not in ablation.experiments:
-        return ""
-    claims, questions = paper_claims(ablation), own_questions(ablation)
-    parts = [
-        "<h2>The paper's table beside ours</h2>",
-        _paper_table(ablation, claims),
-        "<h2>Claim by claim</h2>",
-        f'<div class="cards">{"".join(map(_card, claims))}</div>',
-    ]
-    if questions:
+    parts = []
+    if has_claims(ablation):
+        claims = paper_claims(ablation)
+        parts += [
+            "<h2>The paper's table beside ours</h2>",
+            _paper_table(ablation, claims),
+            "<h2>Claim by claim</h2>",
+            f'<div class="cards">{"".join(map(_card, claims))}</div>',
+        ]
+    if questions := own_questions(ablation):
         parts += [
             "<h2>What the paper did not ask</h2>",
             "<p>Losses under hard routes, as they would run cheaply; below 0 the first is "

@@ -182,3 +182,27 @@ def mean_curve(
         if figure is not None:
             found.append((step, figure))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The largest fall of the routing entropy between two moments of training."""
+
+    step: int
+    """When it was over."""
+    share: float
+    """Percent of the whole fall, from the highest value to the last; 0 if there is none."""
+
+
+def largest_drop(curve: Sequence[Row]) -> Drop | None:
+    """Of a run's routing entropy on held-out text; None where it is not known."""
+    entropies = [row["soft"]["routing_entropy"] for row in curve]
+    if len(entropies) < 2 or None in entropies:
+        return None
+    begin = entropies.index(max(entropies))
+    fall = entropies[begin] - entropies[-1]
+    drops = [a - b for a, b in pairwise(entropies)]
+    largest = max(range(len(drops)), key=drops.__getitem__)
+    # less than a point is no transition
+    share = 100.0 * max(drops[begin:]) / fall if fall > 1.0 else 0.0
+    return Drop(curve[largest + 1]["step"], share)

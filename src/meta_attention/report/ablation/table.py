@@ -26,14 +26,14 @@ def cell(name: str, form: str, scale: float = 1.0, sign: str = "") -> Cell:
 COLUMNS: dict[str, Cell] = {
     "seeds": lambda row: str(len(row.seeds)),
     "ppl": cell("perplexity", ".2f"),
-    "vs prior-free": cell("relative_perplexity", ".1f", 100.0, "+"),
-    "ppl hard": cell("hard_perplexity", ".2f"),
-    "entropy %": cell("routing_entropy", ".1f"),
-    "proj. cost %": cell("projected_cost", ".1f"),
-    "hard cost %": cell("hard_cost", ".1f"),
-    "attn FLOPs %": cell("attention_flops", ".0f"),
-    "adaptivity": cell("adaptivity", ".3f"),
-    "collapsed": lambda row: collapses(row),
+    "vs prior-\nfree, %": cell("relative_perplexity", ".1f", 100.0, "+"),
+    "ppl\nhard": cell("hard_perplexity", ".2f"),
+    "entropy\n%": cell("routing_entropy", ".1f"),
+    "projected\ncost, %": cell("projected_cost", ".1f"),
+    "hard\ncost, %": cell("hard_cost", ".1f"),
+    "attention\nFLOPs, %": cell("attention_flops", ".0f"),
+    "adapti-\nvity": cell("adaptivity", ".3f"),
+    "collapsed\nlayers": lambda row: collapses(row),
 }
 
 
@@ -45,14 +45,23 @@ def collapses(row: Summary) -> str:
     return f"{expert.mean:.1f} / {prior.mean:.1f}"
 
 
-def summary_table(rows: Sequence[Summary], title: str) -> Table:
-    """One row per variant, mean over seeds and half of the 95% interval."""
+def summary_table(rows: Sequence[Summary], title: str, *, is_narrow: bool = False) -> Table:
+    """One row per variant, mean over seeds and half of the 95% interval.
+
+    Args:
+        rows: What to show.
+        title: Above it.
+        is_narrow: Put intervals below their means.
+    """
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("variant", no_wrap=True)
     for name in COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(row.variant, *(show(row) for show in COLUMNS.values()))
+        cells = [show(row) for show in COLUMNS.values()]
+        if is_narrow:
+            cells = [cell.replace(" \u00b1", "\n\u00b1") for cell in cells]
+        table.add_row(row.variant, *cells)
     return table
 
 
