@@ -218,6 +218,22 @@ EXPERIMENTS: dict[str, Experiment] = {
             ),
         ),
         Experiment(
+            "empirical-prior",
+            "Does a prior whose strength each layer estimates from the text do better?",
+            (
+                VARIANTS["bayesian"],
+                Variant("empirical-prior-1", "estimated, KL weight 1", {"empirical_prior": True}),
+                Variant(
+                    "kl-weight-0.1", "KL weight 0.1", {"kl_weight": Schedule.constant(0.1)}, 0.1
+                ),
+                Variant(
+                    "empirical-prior-0.1",
+                    "estimated, KL weight 0.1",
+                    {"empirical_prior": True, "kl_weight": Schedule.constant(0.1)},
+                ),
+            ),
+        ),
+        Experiment(
             "repetition",
             "Does repeated text make routing entropy drop earlier, and all at once?",
             tuple(

@@ -215,6 +215,10 @@ def train(
     prior_floor: Annotated[
         float | None, _flag("smallest concentration of the prior, the paper's epsilon")
     ] = None,
+    empirical_prior: Annotated[
+        bool | None,
+        _flag("estimate the strength of each layer's prior in training", "--empirical-prior"),
+    ] = None,
     start_expert: Annotated[
         str | None,
         _flag(

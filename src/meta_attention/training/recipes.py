@@ -81,6 +81,8 @@ class Settings:
     """The paper's beta_0."""
     prior_floor: float = 0.01
     """The paper's epsilon."""
+    empirical_prior: bool = False
+    """Estimate the strength of each layer's prior from the training text as training goes on."""
     start_expert: str | None = None
     """Expert that is believed in at first, in the layers that have it."""
     training_weights: TrainingWeights = "mean"
@@ -142,6 +144,10 @@ class Settings:
         if not 0 <= self.warmup <= self.steps:
             raise ConfigError(
                 f"warmup must be between 0 and all {self.steps} steps, got {self.warmup}"
+            )
+        if self.empirical_prior and self.controller != "bayesian":
+            raise ConfigError(
+                "empirical_prior must have a prior to estimate, got a prior_free controller"
             )
         self._check_schedules()
         check_settling(self.settle_drop, self.settle_steps)
