@@ -169,13 +169,13 @@ def make_plan(
     for name in dict.fromkeys(experiments):
         experiment = find_experiment(name)
         kept = list(chosen if name == "ablation" else experiment.variants)
-        too_long = [v for v in kept if not _has_text(v, base, num_bytes)]
-        if too_long:
+        left_out = [v for v in kept if not _can_repeat(v, base, num_bytes)]
+        if left_out:
             notes.append(
-                f"{name}: left out are {', '.join(v.name for v in too_long)}, for which the text "
-                f"of {num_bytes:,} bytes is too short"
+                f"{name}: left out are {', '.join(v.name for v in left_out)}; {base.steps} steps "
+                f"on a text of {num_bytes:,} bytes cannot see it that often"
             )
-        kept = [v.in_layout(layout) for layout in layouts for v in kept if v not in too_long]
+        kept = [v.in_layout(layout) for layout in layouts for v in kept if v not in left_out]
         kept = list({variant.name: variant for variant in kept}.values())
         if kept:
             found.append(
@@ -186,15 +186,16 @@ def make_plan(
     return Plan(out, base, tuple(found), seeds, is_short, tuple(notes))
 
 
-def _has_text(variant: Variant, base: Settings, num_bytes: int) -> bool:
-    """Whether there is enough text to see it no more often than a variant asks for."""
+def _can_repeat(variant: Variant, base: Settings, num_bytes: int) -> bool:
+    """Whether text can be seen as often as a variant asks for: neither too short nor too long."""
     if variant.repeats is None:
         return True
     settings = variant.settings(base, 0)
     assert settings.train_bytes is not None
     available = (1.0 - HOLDOUT) * min(num_bytes, settings.max_bytes or num_bytes)
-    # what is held out is a twentieth, give or take
-    return settings.train_bytes <= 1.02 * available
+    # a batch at least, of which no block is cut off; and what is held out is a twentieth or so
+    least = settings.batch_size * settings.length
+    return least < settings.train_bytes <= 1.02 * available
 
 
 def read_plan(out: Path) -> dict[str, Any]:

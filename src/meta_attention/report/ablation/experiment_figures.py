@@ -63,7 +63,8 @@ def draw_sweep(ablation: Ablation, experiment: str) -> Iterator[Panel]:
             [i for i, _ in known],
             [f.mean for _, f in known if f],
             yerr=[f.interval or 0.0 for _, f in known if f],
-            fmt="o-",
+            # without an axis there is nothing between two variants
+            fmt="o-" if axis else "o",
             color=COLOURS[0],
             capsize=2,
             lw=1,
@@ -162,6 +163,8 @@ def _draw_drops(ablation: Ablation, names: Sequence[str]) -> Iterator[Panel]:
                 label=kind,
             )
     axes.set_xscale("log", base=2)
+    seen = sorted({values[name] for name in names})
+    axes.set_xticks(seen, [f"{value:g}" for value in seen])
     add_legend(axes)
     yield Panel(
         "repetition-drop",
