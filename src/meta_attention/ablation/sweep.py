@@ -163,11 +163,15 @@ def make_plan(
         raise ConfigError(
             "variants must not be named without the experiment ablation: the others have their own"
         )
+    asked = [find_experiment(name) for name in dict.fromkeys(experiments)]
+    needed = [v.settings(base, 0).max_bytes for e in asked for v in e.variants]
     # an unreadable text shall be known before the first run, and how much of it there is
-    num_bytes = read_corpus(base.data, max_bytes=None).num_bytes
+    known = [num for num in needed if num is not None]
+    most = max(known) if len(known) == len(needed) else None
+    num_bytes = read_corpus(base.data, max_bytes=most).num_bytes
     found, notes = [], []
-    for name in dict.fromkeys(experiments):
-        experiment = find_experiment(name)
+    for experiment in asked:
+        name = experiment.name
         kept = list(chosen if name == "ablation" else experiment.variants)
         left_out = [v for v in kept if not _can_repeat(v, base, num_bytes)]
         if left_out:

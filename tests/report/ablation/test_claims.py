@@ -43,9 +43,39 @@ def test_every_claim_has_a_figure_and_a_verdict(ablation_folder):
     claims = paper_claims(ablation)
     assert len(claims) == 10
     assert all(claim.ours is not None and claim.ours.n == 3 for claim in claims)
+    assert all(claim.verdict != "not measured" for claim in claims)
     # nothing was trained, so there is nothing that commits in training
     assert claims[-1].ours.mean == 0.0
     assert len(own_questions(ablation)) == 5
+
+
+def test_a_bar_of_ours_is_not_given_as_a_number_of_the_paper(ablation_folder):
+    for claim in paper_claims(read_ablation([ablation_folder])):
+        has_number = any(letter.isdigit() for letter in claim.printed)
+        assert has_number != ("The paper gives no number" in claim.comment), claim.text
+
+
+def test_a_cut_in_cost_alone_does_not_meet_the_criterion(ablation_folder):
+    """Cheaper by half, and as good as full attention or a nat worse."""
+    ablation = read_ablation([ablation_folder])
+    for nats, verdict in ((0.1, "reproduced"), (1.0, "not reproduced")):
+        for run, full in zip(
+            ablation.by_variant["bayesian"], ablation.by_variant["full"], strict=True
+        ):
+            run.result["hard"]["flops"]["attention"] = 0.5
+            run.result["hard"]["loss"] = full.result["hard"]["loss"] + nats
+        claim = next(c for c in paper_claims(ablation) if c.printed == "30% or more")
+        assert claim.ours.mean == pytest.approx(50.0)
+        assert claim.verdict == verdict
+
+
+def test_a_fall_onto_the_prior_is_no_commitment(ablation_folder):
+    ablation = read_ablation([ablation_folder])
+    for adaptivity, verdict in ((0.2, "reproduced"), (0.001, "not reproduced")):
+        for run in ablation.by_variant["bayesian"]:
+            for row, entropy in zip(run.curve, (90.0, 40.0, 40.0), strict=True):
+                row["soft"] |= {"routing_entropy": entropy, "adaptivity": adaptivity}
+        assert paper_claims(ablation)[-1].verdict == verdict
 
 
 def test_a_claim_is_the_difference_seed_by_seed(ablation_folder):
@@ -56,7 +86,7 @@ def test_a_claim_is_the_difference_seed_by_seed(ablation_folder):
             ablation.by_variant["bayesian"], ablation.by_variant["prior-free"], strict=True
         )
     ]
-    claim = next(c for c in paper_claims(ablation) if c.paper == -34.2)
+    claim = next(c for c in paper_claims(ablation) if c.printed == "-34.2 pp")
     assert claim.ours.mean == pytest.approx(sum(costs) / 3)
     # an untrained posterior leans to cheap experts, an untrained softmax does not
     assert claim.ours.high < 0.0

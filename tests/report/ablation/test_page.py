@@ -104,6 +104,7 @@ def test_the_paper_s_table_comes_first(report):
     order = [text.index(f"<h2>{title}") for title in ("The paper", "Claim by", "All figures")]
     assert order == sorted(order)
     assert text.index("<h2>Cost and quality") > order[-1]
+    assert "Perplexity of the Bayesian variant over prior-free" in text
     for printed in ("25.1%", "59.3%", "-34.2 pp", "43.3%", "+6.3%"):
         assert printed in text
 

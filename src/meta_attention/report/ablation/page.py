@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meta_attention.errors import DataError
-from meta_attention.report.ablation.claims import Claim, has_claims, own_questions, paper_claims
+from meta_attention.report.ablation.claims import (
+    Answer,
+    Claim,
+    has_claims,
+    own_questions,
+    paper_claims,
+)
 from meta_attention.report.ablation.drawing import EXPERTS, INK, Panel
 from meta_attention.report.ablation.figures import SHOWN, draw_sections
 from meta_attention.report.ablation.read import Ablation, Row
@@ -82,8 +88,9 @@ GLOSSARY = {
     "being the best one.",
     "interval": "after \u00b1: half of the 95% interval of the mean over seeds (Student's t). "
     "Differences are taken seed by seed. One seed has none.",
-    "verdict": "reproduced: the paper's sign, and its number in our interval or within a factor of "
-    "2. Opposite: the other sign, 0 not in the interval.",
+    "verdict": "reproduced: the paper's sign, 0 not in our interval, and the paper's number in it "
+    "or within a factor of 2 of our mean; a larger gain counts, too. Opposite: clearly the other "
+    "sign.",
 }
 
 
@@ -101,7 +108,7 @@ def write_report(ablation: Ablation, folder: Path) -> Path:
                 (folder / f"{panel.name}.svg").write_text(svg, "utf-8")
                 panel.figure.savefig(folder / f"{panel.name}.png", dpi=150, facecolor="white")
             figures.append(
-                f"<h2>{html.escape(section.title.capitalize())}</h2>"
+                f"<h2>{html.escape(_sentence(section.title))}</h2>"
                 f"<p>{html.escape(section.text)}</p>"
                 f'<div class="figures">{"".join(shown)}</div>'
             )
@@ -228,22 +235,21 @@ def _paper_table(ablation: Ablation, claims: Sequence[Claim]) -> str:
 
 def _card(claim: Claim) -> str:
     ours = "not measured" if claim.ours is None else _quantity(claim)
-    paper = "no effect" if claim.paper == 0.0 else f"{claim.paper:+g} {claim.unit}"
     comment = f"<p>{html.escape(claim.comment)}</p>" if claim.comment else ""
     return (
         f'<div class="card"><h3>{html.escape(claim.text)}</h3><dl>'
-        f"<dt>paper</dt><dd>{html.escape(paper)}</dd><dt>ours</dt><dd>{html.escape(ours)}</dd>"
+        f"<dt>paper</dt><dd>{html.escape(claim.printed)}</dd><dt>ours</dt><dd>{html.escape(ours)}</dd>"
         f"<dt>verdict</dt><dd>{_verdict(claim)}</dd></dl>"
-        f"<p>{html.escape(claim.measure.capitalize())}.</p>{comment}</div>"
+        f"<p>{html.escape(_sentence(claim.measure))}.</p>{comment}</div>"
     )
 
 
-def _answer(claim: Claim) -> str:
-    assert claim.ours is not None
+def _answer(answer: Answer) -> str:
+    difference = answer.difference.show(".4f", sign="+")
     return (
-        f'<div class="card"><h3>{html.escape(claim.text)}</h3><dl>'
-        f"<dt>difference</dt><dd>{html.escape(claim.ours.show('.4f', sign='+'))} nats</dd></dl>"
-        f"<p>{html.escape(claim.comment.capitalize())}.</p></div>"
+        f'<div class="card"><h3>{html.escape(answer.question)}</h3><dl>'
+        f"<dt>difference</dt><dd>{html.escape(difference)} nats</dd></dl>"
+        f"<p>{html.escape(_sentence(answer.answer))}.</p></div>"
     )
 
 
@@ -257,6 +263,11 @@ def _verdict(claim: Claim) -> str:
     note = " (one seed)" if claim.ours is not None and claim.ours.n == 1 else ""
     kind = claim.verdict.replace(" ", "-")
     return f'<span class="verdict {kind}">{claim.verdict}{note}</span>'
+
+
+def _sentence(text: str) -> str:
+    """With a capital at the beginning; names within keep theirs."""
+    return text[:1].upper() + text[1:]
 
 
 # --- tables ---

@@ -75,5 +75,5 @@ def claims_table(ablation: Ablation) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for claim in paper_claims(ablation):
         ours = "" if claim.ours is None else claim.ours.show(".2f", sign="+")
-        table.add_row(claim.text, f"{claim.paper:+g} {claim.unit}", ours, claim.verdict)
+        table.add_row(claim.text, claim.printed, f"{ours} {claim.unit}", claim.verdict)
     return table
