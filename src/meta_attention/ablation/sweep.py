@@ -249,8 +249,9 @@ def run_jobs(
     pool = ProcessPoolExecutor(
         min(num_processes, len(missing)), context, initializer=_start_process
     )
+    futures: dict[Future[None], Job] = {}
     try:
-        futures: dict[Future[None], Job] = {pool.submit(_execute, job): job for job in missing}
+        futures |= {pool.submit(_execute, job): job for job in missing}
         left = set(futures)
         while left:
             # with a limit, so that an interrupt is seen on every platform
