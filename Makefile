@@ -6,14 +6,16 @@ READY := .venv/ready
 .PHONY: demo test lint clean help
 
 help:
-	@echo "make demo   set up, run the paper's initialisation check, route a sentence"
+	@echo "make demo   set up, run the paper's ablation in a short version, write its report"
+	@echo "            (the full one, for a GPU: make demo FULL=1 DATA=path/to/wikitext-2/train.txt)"
 	@echo "make test   set up, run ruff, mypy and all tests (what CI runs)"
 	@echo "make lint   set up, run ruff and mypy only"
 	@echo "make clean  remove .venv and everything the tools cached"
 
 demo: $(READY)
 	$(BIN)/meta-attention check
-	$(BIN)/python examples/route_a_sentence.py
+	$(BIN)/meta-attention ablate $(if $(FULL),--out runs/ablation,--short --out runs/ablation-short) \
+	  $(if $(DATA),--data $(DATA))
 
 test: lint
 	$(BIN)/pytest -n auto

@@ -1,8 +1,6 @@
 """Results of the study: means over seeds with 95% intervals, and the frontier they form."""
 
 import json
-import math
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,9 +13,8 @@ from study_run import RESULT, TIMING
 from study_variants import find_variant, place_of
 
 from meta_attention.errors import DataError
+from meta_attention.evaluation.statistics import Figure
 
-# 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom; beyond, the normal one's is near
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 Row = dict[str, Any]
 
 
@@ -57,21 +54,10 @@ def summarise(results: Sequence[Row]) -> dict[str, list[Row]]:
     return tables
 
 
-def interval(values: Sequence[float]) -> float | None:
-    """Half the width of the 95% interval of the mean; None for a single value."""
-    degrees = len(values) - 1
-    if degrees < 1:
-        return None
-    quantile = _T[degrees - 1] if degrees <= len(_T) else 1.96
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
-
-
 def _row(name: str, runs: Sequence[Row]) -> Row:
     def figure(values: Sequence[float | None]) -> Row | None:
-        known = [value for value in values if value is not None]
-        if not known:
-            return None
-        return {"mean": statistics.mean(known), "interval": interval(known), "n": len(known)}
+        found = Figure.of(values)
+        return None if found is None else found.to_dict()
 
     texts = runs[0]["words"]
     prefills = {key for run in runs for key in run["timing"] if key.startswith("prefill")}

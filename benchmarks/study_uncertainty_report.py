@@ -1,18 +1,17 @@
 """Tables of what uncertainty knows: means over seeds with 95% intervals, JSON and Markdown."""
 
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import study_uncertainty_plots
-from study_report import interval
 from study_variants import place_of
 
 from meta_attention.errors import DataError
 from meta_attention.evaluation.beliefs import SIGNALS
+from meta_attention.evaluation.statistics import Figure
 
 OUTPUT = "uncertainty.json"  # of a run
 REPORT = "uncertainty"  # .json and .md
@@ -101,9 +100,10 @@ def merge(nodes: Sequence[Any]) -> Any:
         is_one = len({len(node) for node in known}) == 1
         return [merge(values) for values in zip(*known, strict=True)] if is_one else None
     if isinstance(first, int | float) and not isinstance(first, bool):
-        half = interval(known)
-        mean, half = _short(statistics.mean(known)), None if half is None else _short(half)
-        return {"mean": mean, "interval": half, "n": len(known)}
+        found = Figure.of(known)
+        assert found is not None
+        half = None if found.interval is None else _short(found.interval)
+        return {"mean": _short(found.mean), "interval": half, "n": found.n}
     return first
 
 

@@ -136,3 +136,15 @@ def test_sizes_left_out_follow_from_the_width():
 def test_head_dim_frees_the_width_from_the_heads():
     config = MetaAttentionConfig(hidden_size=100, num_attention_heads=3, head_dim=32)
     assert config.head_dim == 32
+
+
+def test_layers_may_differ_in_the_strength_of_their_prior():
+    config = MetaAttentionConfig(num_hidden_layers=2, prior_strength=[0.5, 2])
+    assert [config.prior_strength_of(layer) for layer in range(2)] == [0.5, 2.0]
+    assert MetaAttentionConfig(num_hidden_layers=2, prior_strength=3.0).prior_strength_of(1) == 3.0
+    with pytest.raises(ConfigError, match="one for each of 2 layers, got 3"):
+        MetaAttentionConfig(num_hidden_layers=2, prior_strength=[1.0, 1.0, 1.0])
+    with pytest.raises(ConfigError, match="finite and >= 0, got -1"):
+        MetaAttentionConfig(num_hidden_layers=2, prior_strength=[1.0, -1.0])
+    with pytest.raises(ConfigError, match=r"prior_strength\[1\] must be a number"):
+        MetaAttentionConfig(num_hidden_layers=2, prior_strength=[1.0, "2"])

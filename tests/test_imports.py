@@ -18,6 +18,7 @@ STAGES = [
     {"models", "testing"},
     {"evaluation"},
     {"training", "report", "bench"},
+    {"ablation"},
     {"cli"},
 ]
 ORDER = {name: stage for stage, names in enumerate(STAGES) for name in names}

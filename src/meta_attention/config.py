@@ -70,7 +70,8 @@ class MetaAttentionConfig(PreTrainedConfig):
             it; None: whatever prior and random weights make of it. ``"full"`` lets a model learn
             what attention can do before it learns to do without. Initialisation only: nothing
             changes in a model that is loaded.
-        prior_strength: Scale of the Dirichlet prior; the paper's beta_0.
+        prior_strength: Scale of the Dirichlet prior, the paper's beta_0: one number, or one for
+            each layer.
         prior_floor: Smallest prior concentration; the paper's epsilon.
         kl_weight: Weight of the KL term in the loss; the paper's beta_elbo.
         cost_weight: Weight of the projected cost in the loss; how a prior-free controller is told
@@ -135,7 +136,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     controller: ControllerName = "bayesian"
     controller_hidden_size: int = 64
     start_expert: str | None = None
-    prior_strength: float = 1.0
+    prior_strength: float | Sequence[float] = 1.0
     prior_floor: float = 0.01
     kl_weight: float = 1.0
     cost_weight: float = 0.0
@@ -177,6 +178,11 @@ class MetaAttentionConfig(PreTrainedConfig):
                 f"got {layer_idx}"
             )
         return tuple(self.layer_experts[layer_idx])
+
+    def prior_strength_of(self, layer_idx: int) -> float:
+        """Scale of the prior of one layer."""
+        strengths = self.prior_strength
+        return strengths[layer_idx] if isinstance(strengths, Sequence) else strengths
 
     def _check_names(self, unknown: dict[str, Any]) -> None:
         """Refuse misspelt fields, which Transformers would store and never read."""
@@ -286,7 +292,7 @@ class MetaAttentionConfig(PreTrainedConfig):
                 "use 'mean' or 'sample', or routing='hard' or 'gated'"
             )
         self._check_gate()
-        for name in ("prior_strength", "prior_floor", "kl_weight", "cost_weight"):
+        for name in ("prior_floor", "kl_weight", "cost_weight"):
             _require_number(name, getattr(self, name))
         for name in ("initializer_range", "rms_norm_eps"):
             _require_number(name, getattr(self, name))
@@ -302,10 +308,26 @@ class MetaAttentionConfig(PreTrainedConfig):
                 "route_granularity='kv_head' needs shared_projections=True: experts are merged "
                 "head by head, before one output projection; share them or use 'token'"
             )
-        check_prior(self.prior_strength, self.prior_floor)
+        self._check_prior()
         for name in ("kl_weight", "cost_weight", "initializer_range", "rms_norm_eps"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
+
+    def _check_prior(self) -> None:
+        strengths = self.prior_strength
+        if isinstance(strengths, Sequence) and not isinstance(strengths, str):
+            if len(strengths) != self.num_hidden_layers:
+                raise ConfigError(
+                    f"prior_strength must be one number, or one for each of "
+                    f"{self.num_hidden_layers} layers, got {len(strengths)}"
+                )
+            for index, strength in enumerate(strengths):
+                _require_number(f"prior_strength[{index}]", strength)
+            self.prior_strength = tuple(float(strength) for strength in strengths)
+        else:
+            _require_number("prior_strength", strengths)
+        for layer_idx in range(self.num_hidden_layers):
+            check_prior(self.prior_strength_of(layer_idx), self.prior_floor)
 
     def _check_gate(self) -> None:
         threshold = self.uncertainty_threshold

@@ -205,11 +205,6 @@ def test_a_report_has_means_intervals_and_the_distance_to_static_variants(cache,
     assert json.loads((tmp_path / "report.json").read_text())["tiny"]
 
 
-def test_an_interval_is_student_t():
-    assert study_report.interval([1.0]) is None
-    assert study_report.interval([1.0, 2.0, 3.0]) == pytest.approx(4.30 / math.sqrt(3.0))
-
-
 @pytest.mark.parametrize(
     "name", [*VARIANTS, *(f"bayes-all-token-0.2-{ending}" for ending in ENDINGS)]
 )

@@ -45,7 +45,9 @@ def test_no_seeds_is_refused():
     assert "--seeds" in result.output
 
 
-@pytest.mark.parametrize("command", ["check", "train", "evaluate", "generate", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["ablate", "check", "train", "evaluate", "generate", "inspect", "report"]
+)
 def test_help_has_examples_and_does_not_load_torch(command):
     code = (
         "import sys\n"

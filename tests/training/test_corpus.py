@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.training.corpus import (
     Corpus,
+    cut_corpus,
     embedded_corpus,
     read_corpus,
     split_corpus,
@@ -286,3 +287,13 @@ def test_a_corpus_too_small_to_split_is_refused(texts):
 def test_a_share_outside_zero_and_one_is_refused(holdout):
     with pytest.raises(ConfigError, match=r"holdout must be in \(0, 1\)"):
         split_corpus(embedded_corpus(), holdout=holdout)
+
+
+def test_a_cut_corpus_is_the_beginning_of_it_to_the_byte():
+    corpus = Corpus("text", ["abc", "d\u20ac", "ef"])
+    assert cut_corpus(corpus, None) is corpus
+    assert cut_corpus(corpus, 3).documents == ["abc"]
+    assert cut_corpus(corpus, 4).documents == ["abc", "d"]
+    # a character that does not fit is left out, and nothing comes after it
+    assert cut_corpus(corpus, 6).documents == ["abc", "d"]
+    assert cut_corpus(corpus, 99).documents == corpus.documents

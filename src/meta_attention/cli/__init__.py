@@ -4,7 +4,17 @@ import sys
 
 import typer
 
-from meta_attention.cli import bench, check, evaluate, flops, generate, inspect, train
+from meta_attention.cli import (
+    ablate,
+    bench,
+    check,
+    evaluate,
+    flops,
+    generate,
+    inspect,
+    report,
+    train,
+)
 from meta_attention.errors import MetaAttentionError
 
 app = typer.Typer(
@@ -22,6 +32,8 @@ def _commands() -> None:
 
 
 app.command("check", epilog=check.EXAMPLES)(check.check)
+app.command("ablate", epilog=ablate.EXAMPLES)(ablate.ablate)
+app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("train", epilog=train.EXAMPLES)(train.train)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)

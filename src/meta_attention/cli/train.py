@@ -146,6 +146,9 @@ def train(
         list[str] | None, _flag("text to evaluate on, repeatable; default: held out from the data")
     ] = None,
     max_bytes: Annotated[int | None, _flag("read this much text at most", min=1)] = None,
+    train_bytes: Annotated[
+        int | None, _flag("train on this much of it only, again and again", min=1)
+    ] = None,
     tokenizer: Annotated[
         str | None, _flag("bytes, characters, bpe, bpe:SIZE, a folder or a hub name")
     ] = None,
@@ -206,6 +209,16 @@ def train(
         str | None, _flag('paper, flops, or a number for each expert: "1,0.15,0.3"')
     ] = None,
     controller: Annotated[Controller | None, _flag("how tokens choose")] = None,
+    prior_strength: Annotated[
+        float | None, _flag("scale of the prior, the paper's beta_0", min=0.0)
+    ] = None,
+    prior_floor: Annotated[
+        float | None, _flag("smallest concentration of the prior, the paper's epsilon")
+    ] = None,
+    empirical_prior: Annotated[
+        bool | None,
+        _flag("estimate the strength of each layer's prior in training", "--empirical-prior"),
+    ] = None,
     start_expert: Annotated[
         str | None,
         _flag(

@@ -47,6 +47,7 @@ class Controller(KeepFloat32):
     Args:
         config: Model configuration.
         costs: Cost of each expert relative to full attention, in (0, 1].
+        layer_idx: Index of its layer, where layers differ in their prior.
     """
 
     costs: Tensor  # [E]
@@ -54,12 +55,15 @@ class Controller(KeepFloat32):
     uncertainty_threshold: Tensor  # []
     groups: tuple[int, ...] = ()  # axes of a token's routes: none, or (G,)
 
-    def __init__(self, config: MetaAttentionConfig, costs: Sequence[float]) -> None:
+    def __init__(
+        self, config: MetaAttentionConfig, costs: Sequence[float], *, layer_idx: int = 0
+    ) -> None:
         super().__init__()
         self.config = config
         self.max_positions = config.max_position_embeddings
         self._costs = [float(cost) for cost in costs]
-        self._prior = {"strength": config.prior_strength, "floor": config.prior_floor}
+        strength = config.prior_strength_of(layer_idx)
+        self._prior = {"strength": strength, "floor": config.prior_floor}
         # not saved: both follow from the config
         prior = compute_aware_prior(self._costs, **self._prior)
         self.register_buffer(
@@ -76,6 +80,17 @@ class Controller(KeepFloat32):
         self.prior_concentration.copy_(compute_aware_prior(self._costs, **self._prior))
         self.uncertainty_threshold.fill_(self.config.uncertainty_threshold or 0.0)
 
+    @property
+    def prior_strength(self) -> float:
+        """Scale of the prior; the paper's beta_0."""
+        return self._prior["strength"]
+
+    def set_prior_strength(self, strength: float) -> None:
+        """Another scale of the prior from now on; the config is left to whoever owns it."""
+        self._prior["strength"] = strength
+        prior = compute_aware_prior(self._costs, **self._prior)
+        self.prior_concentration.copy_(prior)
+
     def reset_start(self) -> None:
         """Believe in the expert to start on, after the weights were drawn anew."""
 
@@ -90,12 +105,18 @@ class MLPController(Controller):
         config: Model configuration.
         costs: Cost of each expert relative to full attention, in (0, 1].
         start: Index of the expert that is believed in at first; None: as the weights have it.
+        layer_idx: Index of its layer, where layers differ in their prior.
     """
 
     def __init__(
-        self, config: MetaAttentionConfig, costs: Sequence[float], start: int | None = None
+        self,
+        config: MetaAttentionConfig,
+        costs: Sequence[float],
+        start: int | None = None,
+        *,
+        layer_idx: int = 0,
     ) -> None:
-        super().__init__(config, costs)
+        super().__init__(config, costs, layer_idx=layer_idx)
         self.start = start
         if config.route_granularity == "kv_head":
             self.groups = (config.num_key_value_heads,)
@@ -112,7 +133,7 @@ class MLPController(Controller):
             return
         evidence = torch.full_like(self.prior_concentration, REST_EVIDENCE)
         # a stronger prior takes more to overcome
-        evidence[self.start] = START_EVIDENCE * max(1.0, self.config.prior_strength)
+        evidence[self.start] = START_EVIDENCE * max(1.0, self.prior_strength)
         last: nn.Linear = self.mlp[-1]  # type: ignore[assignment]
         with torch.no_grad():
             # of Transformers: leaves alone what was loaded
@@ -173,7 +194,11 @@ class StaticController(Controller):
 
 
 def build_controller(
-    config: MetaAttentionConfig, costs: Sequence[float], start: int | None = None
+    config: MetaAttentionConfig,
+    costs: Sequence[float],
+    start: int | None = None,
+    *,
+    layer_idx: int = 0,
 ) -> Controller:
     """The controller the config names, or a static one where there is nothing to choose.
 
@@ -181,9 +206,10 @@ def build_controller(
         config: Model configuration.
         costs: Cost of each expert relative to full attention, in (0, 1].
         start: Index of the expert to start on, where the layer has it.
+        layer_idx: Index of its layer, where layers differ in their prior.
     """
     if len(costs) == 1:
-        return StaticController(config, costs)
+        return StaticController(config, costs, layer_idx=layer_idx)
     if config.controller == "bayesian":
-        return BayesianMetaController(config, costs, start)
-    return PriorFreeController(config, costs, start)
+        return BayesianMetaController(config, costs, start, layer_idx=layer_idx)
+    return PriorFreeController(config, costs, start, layer_idx=layer_idx)

@@ -111,6 +111,7 @@ class BayesianMetaAttentionLayer(nn.Module):
             config,
             expert_costs(config, experts),
             None if start not in experts else self.expert_names.index(start),
+            layer_idx=layer_idx,
         )
         self.experts = nn.ModuleList(experts.values())
         self.execution = ExpertExecution(config, self.expert_names, self.experts)

@@ -98,8 +98,8 @@ def check_same_model(checkpoint: Path, config: MetaAttentionConfig) -> None:
     saved = MetaAttentionConfig.from_pretrained(checkpoint)
     for name in MetaAttentionConfig.__annotations__:
         ours, theirs = getattr(config, name), getattr(saved, name)
-        # a schedule moves the threshold; the settings of the run say where to
-        if ours != theirs and name != "uncertainty_threshold":
+        # a schedule moves the threshold, and an estimate the prior; the settings of the run say how
+        if ours != theirs and name not in ("uncertainty_threshold", "prior_strength"):
             raise ConfigError(
                 f"{checkpoint} must hold the model of this run, but its {name} is {theirs!r} and "
                 f"this run's is {ours!r}; start a new run in another folder"

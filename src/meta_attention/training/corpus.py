@@ -123,6 +123,21 @@ def split_corpus(corpus: Corpus, *, holdout: float = 0.05) -> tuple[Corpus, Corp
     return Corpus(corpus.name, train), Corpus(f"{corpus.name}, held out", valid)
 
 
+def cut_corpus(corpus: Corpus, num_bytes: int | None) -> Corpus:
+    """The beginning of a corpus, to the byte; all of it where it has no more, or for None."""
+    if num_bytes is None:
+        return corpus
+    documents: list[str] = []
+    left = num_bytes
+    for text in corpus.documents:
+        part = text.encode()[:left].decode(errors="ignore")
+        documents += filter(None, [part])
+        left -= utf8_length(part)
+        if part != text:
+            break
+    return Corpus(corpus.name, documents)
+
+
 def split_wikitext(text: str) -> list[str]:
     """Articles of a WikiText file, which joined are the file; any other text as it is."""
     first = _FIRST_ARTICLE.match(text)

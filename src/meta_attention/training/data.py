@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from meta_attention.errors import DataError
 from meta_attention.evaluation.tasks import TaskDataset
-from meta_attention.training.corpus import Corpus, read_corpus, split_corpus
+from meta_attention.training.corpus import Corpus, cut_corpus, read_corpus, split_corpus
 from meta_attention.training.packing import PackedDataset, pack
 from meta_attention.training.recipes import Settings
 from meta_attention.training.tokenizer import build_tokenizer
@@ -43,7 +43,8 @@ def read_blocks(settings: Settings, saved: Path | None) -> Blocks:
         isolate = settings.isolate_documents
         return pack(text, tokenizer, settings.length, isolate_documents=isolate)
 
-    train = packed(corpus)
+    # cut after the tokenizer was built, which then is that of all the text
+    train = packed(cut_corpus(corpus, settings.train_bytes))
     return Blocks(
         tokenizer,
         train,

@@ -19,7 +19,11 @@ METRICS_FILE = "metrics.jsonl"
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Rows of a run; a last line that was cut off is left out."""
-    path = folder / METRICS_FILE
+    return read_rows(folder / METRICS_FILE)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a file of one JSON document a line, up to the first that was cut off."""
     rows = []
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         try:
@@ -76,25 +80,42 @@ class Flow(TrainerCallback):
             control.should_save |= value < best
 
 
-class MetricsLog(TrainerCallback):
-    """Appends a row to ``metrics.jsonl`` for every logged step and every evaluation.
+class RowLog(TrainerCallback):
+    """A file of the run's folder with a row of JSON for some of its steps.
 
     A run that goes on from an earlier step first drops the rows after it: they will be written
     again, and the curve stays one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
+        self.name = name
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            rows = [row for row in read_metrics(self.folder) if row["step"] <= state.global_step]
-            with clear_write_errors(METRICS_FILE, self.folder):
-                draft = self.folder / f"{METRICS_FILE}.new"
+            path = self.folder / self.name
+            rows = [row for row in read_rows(path) if row["step"] <= state.global_step]
+            with clear_write_errors(self.name, self.folder):
+                draft = self.folder / f"{self.name}.new"
                 draft.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-                draft.replace(self.folder / METRICS_FILE)
+                draft.replace(path)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row."""
+        with (
+            clear_write_errors(self.name, self.folder),
+            (self.folder / self.name).open("a", encoding="utf-8") as stream,
+        ):
+            stream.write(json.dumps(row) + "\n")
+
+
+class MetricsLog(RowLog):
+    """Appends a row to ``metrics.jsonl`` for every logged step and every evaluation."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, METRICS_FILE)
 
     def on_log(
         self,
@@ -106,12 +127,7 @@ class MetricsLog(TrainerCallback):
     ) -> None:
         kind = kind_of(logs)
         if kind is not None and state.is_world_process_zero:
-            row = {"step": state.global_step, "kind": kind} | (logs or {})
-            with (
-                clear_write_errors(METRICS_FILE, self.folder),
-                (self.folder / METRICS_FILE).open("a", encoding="utf-8") as stream,
-            ):
-                stream.write(json.dumps(row) + "\n")
+            self.write({"step": state.global_step, "kind": kind} | (logs or {}))
 
 
 def kind_of(logs: dict[str, Any] | None) -> str | None:

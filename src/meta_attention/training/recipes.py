@@ -56,6 +56,9 @@ class Settings:
     eval_data: tuple[str, ...] = ()
     """Text to evaluate on; none: a part of the data, held out."""
     max_bytes: int | None = None
+    train_bytes: int | None = None
+    """Train on this much of the text only, again and again; what is held out and the tokenizer stay
+    those of the whole."""
     tokenizer: str
     """``"task"`` is the vocabulary of task recall, and goes with no other."""
     length: int
@@ -78,6 +81,12 @@ class Settings:
     initializer_range: float = 0.02
     """Standard deviation of new weights."""
     controller: ControllerName = "bayesian"
+    prior_strength: float = 1.0
+    """The paper's beta_0."""
+    prior_floor: float = 0.01
+    """The paper's epsilon."""
+    empirical_prior: bool = False
+    """Estimate the strength of each layer's prior from the training text as training goes on."""
     start_expert: str | None = None
     """Expert that is believed in at first, in the layers that have it."""
     training_weights: TrainingWeights = "mean"
@@ -125,6 +134,8 @@ class Settings:
         for name in ("steps", "batch_size", "grad_accum", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.train_bytes is not None and self.train_bytes < 1:
+            raise ConfigError(f"train_bytes must be >= 1, got {self.train_bytes}")
         if self.eval_every < 0:
             raise ConfigError(f"eval_every must be >= 0, got {self.eval_every}")
         if self.batch_size % self.grad_accum:
@@ -137,6 +148,10 @@ class Settings:
         if not 0 <= self.warmup <= self.steps:
             raise ConfigError(
                 f"warmup must be between 0 and all {self.steps} steps, got {self.warmup}"
+            )
+        if self.empirical_prior and self.controller != "bayesian":
+            raise ConfigError(
+                "empirical_prior must have a prior to estimate, got a prior_free controller"
             )
         self._check_schedules()
         check_settling(self.settle_drop, self.settle_steps)
@@ -159,7 +174,7 @@ class Settings:
             if self.tokenizer == "task":
                 raise ConfigError("tokenizer 'task' is the vocabulary of task recall; name another")
             return
-        for name in ("data", "eval_data", "max_bytes"):
+        for name in ("data", "eval_data", "max_bytes", "train_bytes"):
             if getattr(self, name):
                 raise ConfigError(
                     f"{name} must not be given with task recall, which makes its own tokens; leave "
@@ -201,6 +216,8 @@ class Settings:
             short_conv=self.short_conv,
             initializer_range=self.initializer_range,
             controller=self.controller,
+            prior_strength=self.prior_strength,
+            prior_floor=self.prior_floor,
             start_expert=self.start_expert,
             training_weights=self.training_weights,
             route_gradient=self.route_gradient,

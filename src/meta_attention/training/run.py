@@ -35,6 +35,7 @@ from meta_attention.training.checkpoints import (
     step_of,
 )
 from meta_attention.training.data import Blocks, check_same_text, read_blocks
+from meta_attention.training.empirical_prior import EmpiricalPrior, text_to_look_at
 from meta_attention.training.logs import METRICS_FILE, MetricsLog
 from meta_attention.training.recipes import SCHEDULED, Settings, build_settings, default_recipe
 from meta_attention.training.sampler import BlockSampler
@@ -135,6 +136,7 @@ def train_model(
         raise ConfigError(
             f"the folder of a run must be one that can be made, got {out}: {error.strerror}"
         ) from error
+    has_estimate = settings.empirical_prior
     trainer = MetaAttentionTrainer(
         model,
         args,
@@ -147,7 +149,12 @@ def train_model(
         settle_drop=settings.settle_drop,
         settle_steps=settings.settle_steps,
         processing_class=blocks.tokenizer,
-        callbacks=[MetricsLog(out), *callbacks, *_tensorboard(out, checkpoint, tensorboard)],
+        callbacks=[
+            MetricsLog(out),
+            *([EmpiricalPrior(out, text_to_look_at(blocks.train))] if has_estimate else []),
+            *callbacks,
+            *_tensorboard(out, checkpoint, tensorboard),
+        ],
     )
     # only now, when nothing is left to refuse, does the folder become a run
     record = _describe(settings, blocks, model, args)
@@ -285,6 +292,8 @@ def _training_arguments(settings: Settings, out: Path) -> TrainingArguments:
         dataloader_pin_memory=has_device,
         # sequences of this task are made while the device works
         dataloader_num_workers=int(has_device and settings.tokenizer == "task"),
+        # a copy that waits for the device would make every step wait for the one before
+        accelerator_config={"non_blocking": has_device},
         # every parameter has a gradient
         ddp_find_unused_parameters=False,
         report_to="none",

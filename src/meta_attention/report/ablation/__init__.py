@@ -1,0 +1,1 @@
+"""The report of an ablation: read, reduced over seeds, compared with the paper, drawn, written."""

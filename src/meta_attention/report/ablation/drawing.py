@@ -1,0 +1,119 @@
+"""How every figure of a report is drawn: small, in one ink, in colours that can be told apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meta_attention.errors import BackendUnavailableError
+from meta_attention.evaluation.statistics import Figure as Mean
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# text and axes; a page replaces it by its own ink, light or dark
+INK = "#25303b"
+SIZE = (4.6, 3.3)  # inches
+# told apart also by people who see fewer colours, on light and on dark
+COLOURS = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#d55e00",
+    "#56b4e9",
+    "#8a6d3b",
+    "#7f7fbf",
+    "#999999",
+)
+MARKERS = "oDs^vPX<>"
+EXPERTS = {"full": "#0072b2", "linear": "#e69f00", "local": "#009e73"}
+SIGNALS = {
+    "mutual_information": "mutual information, nats",
+    "mean_entropy": "entropy of the weights, nats",
+    "margin": "1 - margin",
+    "vacuity": "vacuity",
+    "entropy": "the paper's U, nats",
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A figure, and what it shows in plain words."""
+
+    name: str
+    title: str
+    caption: str
+    figure: "Figure"
+
+
+LEGEND: dict[str, Any] = {"fontsize": 7, "frameon": False, "labelcolor": INK}
+
+
+def check_matplotlib() -> None:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise BackendUnavailableError(
+            "figures need matplotlib, which is not installed here; run 'meta-attention report' "
+            "where it is"
+        ) from error
+    matplotlib.use("Agg")
+
+
+def make_axes(x_label: str, y_label: str, height: float | None = None) -> "tuple[Figure, Axes]":
+    import matplotlib
+
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "ablation",
+        "font.size": 8,
+        **{f"{name}.color": INK for name in ("text", "xtick", "ytick")},
+        **{f"axes.{name}": INK for name in ("edgecolor", "labelcolor")},
+    }
+    # no pyplot: it would keep every figure
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(settings)
+    figure = Figure(figsize=(SIZE[0], height or SIZE[1]), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(color="#888888", alpha=0.25, lw=0.5)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def add_legend(axes: "Axes") -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(handles, labels, ncol=2 if len(labels) > 4 else 1, **LEGEND)
+
+
+def patch_of(colour: str, label: str) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(color=colour, label=label)
+
+
+def colour_of(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def marker_of(index: int) -> str:
+    return MARKERS[index % len(MARKERS)]
+
+
+def draw_curve(axes: "Axes", curve: Sequence[tuple[int, Mean]], label: str, index: int) -> bool:
+    if not curve:
+        return False
+    steps = [step for step, _ in curve]
+    colour = colour_of(index)
+    axes.plot(steps, [mean.mean for _, mean in curve], color=colour, lw=1.4, label=label)
+    if any(mean.interval for _, mean in curve):
+        low, high = [m.low for _, m in curve], [m.high for _, m in curve]
+        # of two or three seeds a band would hide everything
+        if all(mean.n >= 4 for _, mean in curve):
+            axes.fill_between(steps, low, high, color=colour, alpha=0.18, lw=0)
+    return True

@@ -1,0 +1,94 @@
+"""The strength of a prior, estimated from posteriors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meta_attention import MetaAttentionForCausalLM, RoutingPosterior, compute_aware_prior
+from meta_attention.errors import ConfigError
+from meta_attention.training.empirical_prior import (
+    EVERY,
+    PRIOR_FILE,
+    STRONGEST,
+    WEAKEST,
+    EmpiricalPrior,
+    estimate_strength,
+)
+from meta_attention.training.logs import read_metrics, read_rows
+from meta_attention.training.recipes import tiny
+from meta_attention.training.run import train_model
+
+COSTS = torch.tensor([1.0, 0.15, 0.30])
+
+
+@pytest.mark.parametrize("strength", [0.05, 1.0, 20.0])
+def test_posteriors_on_a_prior_give_its_strength(strength):
+    prior = compute_aware_prior(COSTS, strength=strength, floor=0.01)
+    found = estimate_strength(prior.expand(4, 7, 3), COSTS, 0.01)
+    assert found == pytest.approx(strength, rel=1e-4)
+
+
+def test_no_other_strength_is_nearer_to_the_posteriors():
+    posterior = RoutingPosterior(torch.rand(5, 20, 3) * 4.0 + 0.1)
+
+    def kl(strength):
+        prior = compute_aware_prior(COSTS, strength=strength, floor=0.01)
+        return posterior.kl_to(prior).double().mean().item()
+
+    best = estimate_strength(posterior.concentration, COSTS, 0.01)
+    assert WEAKEST < best < STRONGEST
+    assert all(kl(best) < kl(best * factor) for factor in (0.5, 0.9, 1.1, 2.0))
+
+
+def test_an_estimate_has_bounds():
+    sure = compute_aware_prior(COSTS, strength=1e5, floor=0.01)
+    assert estimate_strength(sure.expand(2, 2, 3), COSTS, 0.01) == STRONGEST
+
+
+@pytest.fixture
+def settings():
+    small = replace(tiny(), max_bytes=20_000, length=16, hidden_size=16, heads=2, window_size=4)
+    steps = 2 * EVERY + 1
+    small = replace(small, batch_size=4, steps=steps, warmup=0, eval_every=steps, save_every=EVERY)
+    return replace(small, empirical_prior=True, kl_weight=type(small.kl_weight).constant(0.01))
+
+
+def test_a_run_estimates_and_its_saved_model_has_the_estimate(settings, tmp_path):
+    train_model(settings, tmp_path)
+    rows = read_rows(tmp_path / PRIOR_FILE)
+    assert [row["step"] for row in rows] == [EVERY, 2 * EVERY]
+    model = MetaAttentionForCausalLM.from_pretrained(tmp_path)
+    assert list(model.config.prior_strength) == rows[-1]["prior_strength"]
+    for layer, strength in zip(model.model.layers, rows[-1]["prior_strength"], strict=True):
+        prior = compute_aware_prior(COSTS, strength=strength, floor=0.01)
+        torch.testing.assert_close(layer.attention.controller.prior_concentration, prior)
+    assert rows[-1]["prior_strength"][0] != rows[-1]["prior_strength"][1]
+
+
+def test_a_run_that_was_stopped_goes_on_with_its_estimate(settings, tmp_path, monkeypatch):
+    train_model(settings, tmp_path / "whole")
+    estimate = EmpiricalPrior.estimate
+    calls = []
+
+    def stop(self, model):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return estimate(self, model)
+
+    monkeypatch.setattr(EmpiricalPrior, "estimate", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_model(settings, tmp_path / "broken")
+    monkeypatch.setattr(EmpiricalPrior, "estimate", estimate)
+    train_model(settings, tmp_path / "broken", resume=True, say=lambda line: None)
+    losses = [
+        [(row["step"], row.get("task_loss"), row.get("kl")) for row in read_metrics(folder)]
+        for folder in (tmp_path / "whole", tmp_path / "broken")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_without_a_prior_there_is_nothing_to_estimate():
+    with pytest.raises(ConfigError, match="must have a prior to estimate"):
+        replace(tiny(), empirical_prior=True, controller="prior_free")
