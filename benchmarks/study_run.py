@@ -299,7 +299,10 @@ def run(
         _say(f"time is over after step {training.steps_done} of {scale.steps}")
         return None
     result = {name: settings[name] for name in ("variant", "seed", "scale")}
-    result |= _training_figures(training, folder) | evaluate(training.model, cache, scale)
+    result |= _training_figures(training, folder)
+    # other lengths and routings would each be compiled for a few batches
+    with torch.compiler.set_stance("force_eager"):
+        result |= evaluate(training.model, cache, scale)
     training.model.save_pretrained(folder / "model")
     (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
     (folder / CHECKPOINT).unlink(missing_ok=True)
