@@ -19,7 +19,7 @@ def base() -> Settings:
         length=16,
         hidden_size=16,
         heads=2,
-        window_size=4,
+        window_size=1,
         batch_size=4,
         lr=1e-2,
     )

@@ -32,7 +32,7 @@ def blocks():
 
 
 def test_softly_the_figures_are_those_of_one_pass(blocks):
-    model = make_model()
+    model = make_model(expert_costs="paper")
     with torch.no_grad():
         out = model(blocks, labels=blocks, output_routing=True)
     figures = measure(model, blocks, "soft", batch_size=4)
@@ -52,6 +52,14 @@ def test_hard_every_token_takes_its_top_expert_and_nothing_else_is_counted(block
     assert hard["flops"]["attention"] < soft["flops"]["attention"]
     assert hard["loss"] != soft["loss"]
     assert model.config.routing == "soft"
+
+
+def test_a_projected_cost_is_the_papers_whatever_costs_a_model_has(blocks):
+    names = ["full", "local"]
+    figures = measure(make_model(expert_costs="flops", experts=names), blocks, "soft")
+    shares = [layer["share"] for layer in figures["layers"]]
+    expected = sum(share["full"] + 0.3 * share["local"] for share in shares) / 2
+    assert figures["projected_cost"] == pytest.approx(expected)
 
 
 def test_full_attention_costs_all_of_itself(blocks):

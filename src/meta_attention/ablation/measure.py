@@ -28,6 +28,7 @@ from meta_attention.evaluation.forcing import RouteJudge, attention_layers
 from meta_attention.evaluation.inspect import DIRICHLET_SIGNALS, POINT_SIGNALS
 from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.evaluation.routing import RoutingTally
+from meta_attention.experts import build_experts, expert_costs
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.routing import uncertainty_of
 
@@ -66,6 +67,8 @@ def measure(
     has_choice = any(len(layer.expert_names) > 1 for layer in attention_layers(model))
     judge = RouteJudge(model) if forced and has_choice else None
     tally, calibration = RoutingTally.of(model), CalibrationTally()
+    # whatever costs a variant was trained with, one column has one meaning
+    tally.costs = paper_costs(model)
     uncertainty = UncertaintyTally()
     executed, nats = Flops(), 0.0
     with routed_as(model, routing), evaluating(model):
@@ -138,6 +141,16 @@ def relative_flops(
     return per_token | {
         part: getattr(executed, part) / (num_blocks * getattr(one, part)) for part in parts
     }
+
+
+def paper_costs(model: MetaAttentionForCausalLM) -> list[list[float]]:
+    """Cost of each expert of each layer, as the paper has it."""
+    config: MetaAttentionConfig = copy.copy(model.config)
+    config.expert_costs = "paper"
+    return [
+        list(expert_costs(config, build_experts(config, layer.layer_idx)))
+        for layer in attention_layers(model)
+    ]
 
 
 class UncertaintyTally:
