@@ -42,8 +42,9 @@ def draw_gates(ablation: Ablation, names: Sequence[str]) -> Iterator[Panel]:
         yield Panel(
             f"threshold-{variant}",
             f"{variant}: gated by each uncertainty",
-            "The left end is hard routing of every token, the right end soft. A signal is of use "
-            "where its line stays low while the cost falls.",
+            "One line per signal that can decide. Left end: every token takes one expert; right "
+            "end: every token mixes all of them, which costs more than full attention alone. A "
+            "signal is of use where its line is low on the left.",
             figure,
         )
 
