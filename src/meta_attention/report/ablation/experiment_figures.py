@@ -70,7 +70,7 @@ def draw_sweep(ablation: Ablation, experiment: str) -> Iterator[Panel]:
             capsize=2,
             lw=1,
         )
-        rotation = 30 if max(map(len, labels)) > 6 else 0
+        rotation = 45 if max(map(len, labels)) > 6 else 0
         axes.set_xticks(
             range(len(labels)), labels, rotation=rotation, ha="right" if rotation else "center"
         )

@@ -99,13 +99,13 @@ def _sections(ablation: Ablation) -> Iterator[tuple[str, str, Iterator[Panel]]]:
         draw_gates(ablation, [name for name in gated if name in ablation.by_variant]),
     )
     for name in ablation.experiments:
-        experiment = ablation.plan["experiments"][name]
+        title, question = f"Experiment: {name}", ablation.plan["experiments"][name]["question"]
         if name == "gradient-variance":
-            yield name, experiment["question"], draw_gradients(ablation)
+            yield title, question, draw_gradients(ablation)
         elif name == "repetition":
-            yield name, experiment["question"], draw_repetition(ablation)
+            yield title, question, draw_repetition(ablation)
         elif name not in ("ablation", "threshold"):
-            yield name, experiment["question"], draw_sweep(ablation, name)
+            yield title, question, draw_sweep(ablation, name)
 
 
 # --- over training ---
