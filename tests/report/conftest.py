@@ -24,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    "--hide-scrollbars",
+    *("--hide-scrollbars", "--disable-dev-shm-usage"),
 )
 # the page itself says what a reader would see; text is judged against what it stands on
 PROBE = """<script>addEventListener("load", () => {
@@ -74,6 +74,10 @@ def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"needs one of {', '.join(BROWSERS)}")
+    profile = tmp_path_factory.mktemp("profile")
+    blank = [browser, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", "about:blank"]
+    if subprocess.run(blank, capture_output=True, timeout=120).returncode:
+        pytest.skip(f"{browser} is here, but does not start")
 
     def show(source: str, width: int, is_dark: bool, shot: Path) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("browser")
@@ -89,7 +93,7 @@ def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
                 "e => document.querySelector('pre').textContent = JSON.stringify(e.data))</script>",
                 "utf-8",
             )
-            own = (scheme, f"--user-data-dir={folder / 'profile'}", *flags)
+            own = (scheme, f"--user-data-dir={profile}", *flags)
             return subprocess.run(
                 [browser, *FLAGS, *own, host.as_uri()],
                 check=True,
