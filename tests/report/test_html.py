@@ -115,3 +115,14 @@ def test_a_place_that_cannot_be_written_is_one_sentence(inspection, tmp_path):
     assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
     with pytest.raises(DataError, match="can be written"):
         write_inspection(inspection, tmp_path / "no" / "page.html", "tiny")
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_a_browser_shows_it_and_nothing_overflows(inspection, look, width, is_dark, tmp_path):
+    shot = tmp_path / "screenshot.png"
+    seen = look(render_inspection(inspection, "tiny"), width, is_dark, shot)
+    assert (seen["width"], seen["isDark"]) == (width, is_dark)
+    assert seen["content"] <= width
+    assert (seen["outside"], seen["faint"]) == ([], [])
+    assert shot.stat().st_size > 5000

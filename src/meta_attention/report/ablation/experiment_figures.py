@@ -42,8 +42,9 @@ def draw_gates(ablation: Ablation, names: Sequence[str]) -> Iterator[Panel]:
         yield Panel(
             f"threshold-{variant}",
             f"{variant}: gated by each uncertainty",
-            "The left end is hard routing of every token, the right end soft. A signal is of use "
-            "where its line stays low while the cost falls.",
+            "One line per signal that can decide. Left end: every token takes one expert; right "
+            "end: every token mixes all of them, which costs more than full attention alone. A "
+            "signal is of use where its line is low on the left.",
             figure,
         )
 
@@ -69,7 +70,7 @@ def draw_sweep(ablation: Ablation, experiment: str) -> Iterator[Panel]:
             capsize=2,
             lw=1,
         )
-        rotation = 30 if max(map(len, labels)) > 6 else 0
+        rotation = 45 if max(map(len, labels)) > 6 else 0
         axes.set_xticks(
             range(len(labels)), labels, rotation=rotation, ha="right" if rotation else "center"
         )

@@ -5,12 +5,11 @@ Needs matplotlib, and nothing else that the figures themselves do not have.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meta_attention.report.ablation.drawing import (
     EXPERTS,
-    INK,
-    LEGEND,
+    MEANINGS,
     SIGNALS,
     Panel,
     add_legend,
@@ -27,8 +26,9 @@ from meta_attention.report.ablation.experiment_figures import (
     draw_repetition,
     draw_sweep,
 )
+from meta_attention.report.ablation.frontiers import draw_frontiers
 from meta_attention.report.ablation.read import Ablation, Row, Run
-from meta_attention.report.ablation.summary import Summary, frontier, mean_curve, summarise
+from meta_attention.report.ablation.summary import mean_curve, summarise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +44,11 @@ class Section:
     title: str
     text: str
     panels: list[Panel]
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it says what comes of it all, and so comes before the claims one by one."""
+        return self.panels[0].name == "frontier"
 
 
 def draw_sections(ablation: Ablation) -> list[Section]:
@@ -61,7 +66,7 @@ def _sections(ablation: Ablation) -> Iterator[tuple[str, str, Iterator[Panel]]]:
         yield (
             "Cost and quality",
             "Lower is better on both axes. Bars are 95% intervals over seeds.",
-            _frontiers(rows),
+            draw_frontiers(rows),
         )
         yield (
             "Over training",
@@ -70,12 +75,15 @@ def _sections(ablation: Ablation) -> Iterator[tuple[str, str, Iterator[Panel]]]:
         )
         yield (
             "Where the tokens go",
-            "Mean weights, so what routing believes; the passage below shows single characters.",
+            "How the weights are shared out among the experts; the passage below shows single "
+            "characters.",
             _shares(ablation, routed),
         )
         yield (
             "How sure the controllers are",
-            "Uncertainty of every token of the held-out text, all seeds together.",
+            "Uncertainty of every token of the held-out text. A single spike: the controller is as "
+            "sure of one token as of any other, and a gate has nothing to go by. One line per "
+            "seed, the first drawn bold.",
             _histograms(ablation, routed),
         )
         yield (
@@ -91,68 +99,13 @@ def _sections(ablation: Ablation) -> Iterator[tuple[str, str, Iterator[Panel]]]:
         draw_gates(ablation, [name for name in gated if name in ablation.by_variant]),
     )
     for name in ablation.experiments:
-        experiment = ablation.plan["experiments"][name]
+        title, question = f"Experiment: {name}", ablation.plan["experiments"][name]["question"]
         if name == "gradient-variance":
-            yield name, experiment["question"], draw_gradients(ablation)
+            yield title, question, draw_gradients(ablation)
         elif name == "repetition":
-            yield name, experiment["question"], draw_repetition(ablation)
+            yield title, question, draw_repetition(ablation)
         elif name not in ("ablation", "threshold"):
-            yield name, experiment["question"], draw_sweep(ablation, name)
-
-
-# --- cost and quality ---
-
-
-def _frontiers(rows: Sequence[Summary]) -> Iterator[Panel]:
-    for name, x, y, x_label, title, caption in (
-        (
-            "frontier",
-            "attention_flops",
-            "hard_loss",
-            "counted attention FLOPs, % of full attention",
-            "Routed hard: loss against counted FLOPs",
-            "Every variant with one expert per token, as it would run cheaply. The grey line joins "
-            "the static variants that no other static one beats: a routed variant below it is "
-            "better than any static mixture at its cost.",
-        ),
-        (
-            "projected",
-            "projected_cost",
-            "loss",
-            "projected cost, % of full attention (paper's costs)",
-            "Routed softly: loss against projected cost",
-            "The paper's view: all experts run, and the cost is what the weights would imply with "
-            "its fixed costs of 1, 0.15 and 0.30.",
-        ),
-    ):
-        figure, axes = make_axes(x_label, "held-out loss, nats per character")
-        for index, row in enumerate(rows):
-            cost, loss = row[x], row[y]
-            if cost is None or loss is None:
-                continue
-            axes.errorbar(
-                cost.mean,
-                loss.mean,
-                xerr=cost.interval or 0.0,
-                yerr=loss.interval or 0.0,
-                fmt="s" if row.is_static else "o",
-                color=colour_of(index),
-                ms=6,
-                capsize=2,
-                lw=1,
-            )
-            axes.annotate(
-                row.variant,
-                (cost.mean, loss.mean),
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=7,
-                color=INK,
-            )
-        static = frontier([(r[x].mean, r[y].mean) for r in rows if r.is_static])  # type: ignore[union-attr]
-        axes.plot([a for a, _ in static], [b for _, b in static], color="#888888", lw=1, zorder=0)
-        axes.margins(x=0.16, y=0.12)
-        yield Panel(name, title, caption, figure)
+            yield title, question, draw_sweep(ablation, name)
 
 
 # --- over training ---
@@ -167,7 +120,8 @@ def _curves(ablation: Ablation, names: Sequence[str], routed: Sequence[str]) -> 
             "curve-loss",
             "held-out loss, nats",
             "Loss",
-            "How fast each variant learns.",
+            "How fast each variant learns, without the first tenth of training, where all fall "
+            "from the same height.",
             soft("loss"),
             names,
         ),
@@ -213,8 +167,22 @@ def _curves(ablation: Ablation, names: Sequence[str], routed: Sequence[str]) -> 
             for v in which
         ]
         if any(drawn):
+            if name == "curve-loss":
+                _cut_off_the_start(axes)
             add_legend(axes)
             yield Panel(name, title, caption, figure)
+
+
+def _cut_off_the_start(axes: "Axes") -> None:
+    """Limits without the first tenth of the steps, in which every loss falls the most."""
+    data: list[Any] = [line.get_xydata() for line in axes.get_lines()]
+    points = [(float(x), float(y)) for pairs in data for x, y in pairs]
+    begin = 0.1 * max(x for x, _ in points)
+    shown = [y for x, y in points if x >= begin]
+    room = 0.05 * (max(shown) - min(shown))
+    if room > 0.0:
+        axes.set_ylim(min(shown) - room, max(shown) + room)
+        axes.set_xlim(left=begin)
 
 
 # --- routes ---
@@ -230,15 +198,15 @@ def _shares(ablation: Ablation, routed: Sequence[str]) -> Iterator[Panel]:
         for layer in range(len(runs[0].result["soft"]["layers"])):
             _draw_shares(axes, runs, layer, -len(labels))
             labels.append(f"{variant}, layer {layer}")
-    axes.set_yticks([-i for i in range(len(labels))], labels, fontsize=7)
+    axes.set_yticks([-i for i in range(len(labels))], labels, fontsize=8)
     axes.set_xlim(0, 100)
     handles = [patch_of(colour, name) for name, colour in EXPERTS.items()]
-    axes.legend(handles=handles, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=3, **LEGEND)
+    add_legend(axes, handles, columns=3)
     yield Panel(
         "shares",
         "Mean weight of each expert, by layer",
-        "The thin bar below each: the share of tokens whose largest weight the expert has, which "
-        "is where hard routing would send them.",
+        "Thick bars: how much of each expert an average token takes when experts are mixed. Thin "
+        "bars below: the share of tokens that hard routing would send to each.",
         figure,
     )
     for variant in [name for name in SHOWN if name in routed]:
@@ -254,11 +222,12 @@ def _shares(ablation: Ablation, routed: Sequence[str]) -> Iterator[Panel]:
             steps, means = [s for s, _ in curve], [m.mean for _, m in curve]
             axes.plot(steps, means, color=colour, lw=1.4, label=expert)
         axes.set_ylim(0, 100)
-        add_legend(axes)
+        add_legend(axes, columns=3)
         yield Panel(
             f"shares-{variant}",
             f"{variant}: weights over training",
-            "Mean over layers and tokens of the held-out text.",
+            "How much of each expert an average token of the held-out text takes, mean over "
+            "layers.",
             figure,
         )
 
@@ -301,8 +270,8 @@ def _histograms(ablation: Ablation, routed: Sequence[str]) -> Iterator[Panel]:
             yield Panel(
                 f"uncertainty-{variant}-{signal}",
                 f"{variant}: {SIGNALS[signal].split(',')[0]}",
-                "A single spike: the controller is as sure of one token as of any other, and a "
-                "gate has nothing to go by. One line per seed, the first drawn bold.",
+                "How many tokens of each layer have which value. Further right: "
+                f"{MEANINGS[signal]}.",
                 figure,
             )
 
@@ -319,7 +288,7 @@ def _reliability(
     for name, which, title, caption, read in (
         (
             "reliability",
-            names,
+            [name for name in names if name in (*SHOWN, "full", "hybrid")],
             "Next character",
             "How often the most probable character is right, against how probable the model says "
             "it is.",

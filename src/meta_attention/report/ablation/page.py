@@ -4,7 +4,8 @@ import html
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,8 @@ from meta_attention.report.ablation.claims import (
     paper_claims,
 )
 from meta_attention.report.ablation.drawing import EXPERTS, INK, Panel
-from meta_attention.report.ablation.figures import SHOWN, draw_sections
+from meta_attention.report.ablation.figures import SHOWN, Section, draw_sections
+from meta_attention.report.ablation.glossary import GLOSSARY
 from meta_attention.report.ablation.read import Ablation, Row
 from meta_attention.report.ablation.results import to_record
 from meta_attention.report.ablation.summary import beyond_static, summarise
@@ -29,15 +31,18 @@ if TYPE_CHECKING:
 
 PAGE, RESULTS = "index.html", "results.json"
 
-# of the paper's table: what it is, its values for Bayesian and prior-free, ours, and how to show it
-PAPER_TABLE = (
-    ("Normalised perplexity", "1.07", "1.00 (ref)", "+6.3%", 0),
-    ("Routing entropy", "43.3%", "55.8%", "-12.5 pp", 1),
-    ("Projected FLOP cost", "25.1%", "59.3%", "-34.2 pp", 2),
-)
+BESIDE = "The paper's table beside ours"
+# the rows of the paper's table, as the first of its claims have them: our figure, its name, the
+# paper's Bayesian and prior-free values, and their difference
+PAPER_TABLE = {
+    "relative_perplexity": ("Normalised perplexity", "1.07", "1.00 (ref)", "+6.3%"),
+    "routing_entropy": ("Routing entropy", "43.3%", "55.8%", "-12.5 pp"),
+    "projected_cost": ("Projected FLOP cost", "25.1%", "59.3%", "-34.2 pp"),
+}
 
 GROUPS: dict[str, dict[str, Cell]] = {
     "Quality": {
+        "seeds": lambda row: str(len(row.seeds)),
         "perplexity, soft": cell("perplexity", ".3f"),
         "vs prior-free, %": cell("relative_perplexity", ".1f", 100.0, "+"),
         "perplexity, hard": cell("hard_perplexity", ".3f"),
@@ -70,51 +75,20 @@ GROUPS: dict[str, dict[str, Cell]] = {
     },
 }
 
-GLOSSARY = {
-    "soft, hard": "how routes are taken when measured: all experts by weight, or the one of "
-    "largest weight. Every variant is measured both ways, whatever it was trained with.",
-    "projected cost": "mean of weight times cost, with the paper's costs: full 1, linear 0.15, "
-    "local 0.30. Hard cost: the same for hard routes.",
-    "attention FLOPs": "counted for what was executed, as a share of full attention in every "
-    "layer: scores and values of each token's own route, and the state of linear attention, which "
-    "every token updates. At 64 tokens and head width 32 linear attention costs as much as full.",
-    "routing entropy": "mean over tokens of the entropy of the weights; 100% is equal weights.",
-    "adaptivity": "what a token tells about its route, in nats; 0 means constant routing.",
-    "collapsed layers": "expert: more than 95% of tokens to one expert. Prior: mean KL or "
-    "adaptivity below 0.01 nats.",
-    "regret": "loss with the chosen routes minus loss with each token's best forced expert, one "
-    "layer at a time. Below 0, mixing beats any one expert.",
-    "ECE": "expected calibration error, 15 bins: of the next character, and of the top expert "
-    "being the best one.",
-    "interval": "after \u00b1: half of the 95% interval of the mean over seeds (Student's t). "
-    "Differences are taken seed by seed. One seed has none.",
-    "verdict": "reproduced: the paper's sign, 0 not in our interval, and the paper's number in it "
-    "or within a factor of 2 of our mean; a larger gain counts, too. Opposite: clearly the other "
-    "sign.",
-}
-
 
 def write_report(ablation: Ablation, folder: Path) -> Path:
     """Write ``index.html``, ``results.json`` and every figure as PNG and SVG; the page's path."""
     sections = draw_sections(ablation)
-    figures = []
+    drawn = {panel.name: svg_of(panel.figure) for s in sections for panel in s.panels}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for section in sections:
-            shown = []
             for panel in section.panels:
-                svg = svg_of(panel.figure)
-                shown.append(_figure(panel, svg))
-                (folder / f"{panel.name}.svg").write_text(svg, "utf-8")
-                panel.figure.savefig(folder / f"{panel.name}.png", dpi=150, facecolor="white")
-            figures.append(
-                f"<h2>{html.escape(_sentence(section.title))}</h2>"
-                f"<p>{html.escape(section.text)}</p>"
-                f'<div class="figures">{"".join(shown)}</div>'
-            )
+                (folder / f"{panel.name}.svg").write_text(drawn[panel.name], "utf-8")
+                panel.figure.savefig(folder / f"{panel.name}.png", dpi=200, facecolor="white")
         record = json.dumps(to_record(ablation), indent=1)
         (folder / RESULTS).write_text(record + "\n", "utf-8")
-        (folder / PAGE).write_text(render_page(ablation, figures), "utf-8")
+        (folder / PAGE).write_text(render_page(ablation, sections, drawn), "utf-8")
     except OSError as error:
         raise DataError(
             f"the report must go to a folder that can be written, got: {error}"
@@ -122,26 +96,31 @@ def write_report(ablation: Ablation, folder: Path) -> Path:
     return folder / PAGE
 
 
-def render_page(ablation: Ablation, figures: Sequence[str]) -> str:
-    """The page as HTML.
+def render_page(ablation: Ablation, sections: Sequence[Section], drawn: Mapping[str, str]) -> str:
+    """The page as HTML: what came of it first, then why, then every number.
 
     Args:
         ablation: The runs.
-        figures: HTML of the sections with figures.
+        sections: Figures, in order.
+        drawn: The SVG text of each by its name.
     """
+    shown = [(section.is_main, _section(section, drawn)) for section in sections]
     parts = {
         "facts": html.escape(_facts(ablation)),
         "banner": _banner(ablation),
+        "table": _paper_table(ablation),
+        "frontier": "\n".join(text for is_main, text in shown if is_main),
         "claims": _claims(ablation),
-        "tables": "\n".join(_table(ablation, name) for name in ablation.experiments),
-        "figures": "\n".join(figures),
+        "figures": "\n".join(text for is_main, text in shown if not is_main),
         "passage": _passages(ablation),
-        "glossary": "".join(
-            f"<p><b>{html.escape(word)}</b>: {html.escape(meaning)}</p>"
-            for word, meaning in GLOSSARY.items()
-        ),
+        "tables": "\n".join(_table(ablation, name) for name in ablation.experiments),
+        "glossary": _glossary(),
         "again": _again(ablation),
     }
+    parts["contents"] = "".join(
+        f'<li><a href="#{name}">{title}</a></li>'
+        for name, title in re.findall(r'<h2 id="([^"]*)">(.*?)</h2>', "".join(parts.values()))
+    )
     template = files("meta_attention.report.ablation").joinpath("page.html").read_text("utf-8")
     # in one pass: a text may contain what looks like a placeholder
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
@@ -156,6 +135,12 @@ def svg_of(figure: "Figure") -> str:
 
 
 # --- head ---
+
+
+def _heading(title: str) -> str:
+    """Of a part of the page that the contents name."""
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    return f'<h2 id="part-{name}">{html.escape(_sentence(title))}</h2>'
 
 
 def _facts(ablation: Ablation) -> str:
@@ -193,15 +178,17 @@ def _claims(ablation: Ablation) -> str:
     parts = []
     if has_claims(ablation):
         claims = paper_claims(ablation)
+        verdicts = Counter(claim.verdict for claim in claims)
+        tally = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
         parts += [
-            "<h2>The paper's table beside ours</h2>",
-            _paper_table(ablation, claims),
-            "<h2>Claim by claim</h2>",
+            _heading("Claim by claim"),
+            f"<p>Everything the paper says of its table, and what our runs say. {len(claims)} "
+            f"claims: {tally}.</p>",
             f'<div class="cards">{"".join(map(_card, claims))}</div>',
         ]
     if questions := own_questions(ablation):
         parts += [
-            "<h2>What the paper did not ask</h2>",
+            _heading("What the paper did not ask"),
             "<p>Losses under hard routes, as they would run cheaply; below 0 the first is "
             "better.</p>",
             f'<div class="cards">{"".join(map(_answer, questions))}</div>',
@@ -209,28 +196,37 @@ def _claims(ablation: Ablation) -> str:
     return "\n".join(parts)
 
 
-def _paper_table(ablation: Ablation, claims: Sequence[Claim]) -> str:
+def _paper_table(ablation: Ablation) -> str:
+    """A part per figure, in which the paper's row is above ours; narrow enough for a phone."""
+    if not has_claims(ablation):
+        return ""
     rows = {row.variant: row for row in summarise(ablation, "ablation")}
-    head = ["", "paper: Bayesian", "paper: prior-free", "paper: difference", "ours: Bayesian"]
-    head += ["ours: prior-free", "ours: difference", "verdict"]
-    shown = ("relative_perplexity", "routing_entropy", "projected_cost")
-    body = []
-    for key, (name, bayesian, prior_free, difference, index) in zip(
-        shown, PAPER_TABLE, strict=True
-    ):
-        cells = [bayesian, prior_free, difference]
+    head = "".join(
+        f'<th scope="col">{name}</th>' for name in ("", "Bayesian", "prior-free", "difference")
+    )
+    parts = []
+    for key, claim in zip(PAPER_TABLE, paper_claims(ablation), strict=False):
+        name, *printed = PAPER_TABLE[key]
+        ours = []
         for variant in ("bayesian", "prior-free"):
-            figure = rows[variant][key] if variant in rows else None
+            figure = rows[variant][key]
             if figure is None:
-                cells.append("not run")
+                ours.append("not known")
             elif key == "relative_perplexity":
-                cells.append(f"{1.0 + figure.mean:.3f}")
+                ours.append(f"{1.0 + figure.mean:.3f}")
             else:
-                cells.append(f"{figure.show('.1f')}%")
-        claim = claims[index]
-        cells.append("" if claim.ours is None else _quantity(claim))
-        body.append((name, [*map(html.escape, cells), _verdict(claim)]))
-    return _html_table(head, body)
+                ours.append(f"{figure.show('.1f')}%")
+        ours.append("not measured" if claim.ours is None else _quantity(claim))
+        parts.append(
+            f'<tbody><tr><th scope="rowgroup" colspan="4"><span>{html.escape(name)}</span> '
+            f"{_verdict(claim)}</th></tr>{_row('paper', printed)}{_row('ours', ours)}</tbody>"
+        )
+    return (
+        f"{_heading(BESIDE)}<p>The paper compares attention that is routed under its Bayesian "
+        "prior with the same routing without a prior. Below each row of its table is what our runs "
+        "measured, and beside the name whether that reproduces the difference.</p>"
+        f'<table class="paper"><thead><tr>{head}</tr></thead>{"".join(parts)}</table>'
+    )
 
 
 def _card(claim: Claim) -> str:
@@ -256,7 +252,8 @@ def _answer(answer: Answer) -> str:
 def _quantity(claim: Claim) -> str:
     assert claim.ours is not None
     digits = ".3f" if claim.unit == "nats" else ".1f"
-    return f"{claim.ours.show(digits, sign='+')} {claim.unit}"
+    space = "" if claim.unit == "%" else " "
+    return f"{claim.ours.show(digits, sign='+')}{space}{claim.unit}"
 
 
 def _verdict(claim: Claim) -> str:
@@ -276,39 +273,50 @@ def _sentence(text: str) -> str:
 def _table(ablation: Ablation, experiment: str) -> str:
     rows = summarise(ablation, experiment)
     plan = ablation.plan["experiments"][experiment]
-    parts = [
-        f"<h2>All figures: {html.escape(experiment)}</h2><p>{html.escape(plan['question'])}</p>"
-    ]
+    parts = [f"{_heading(f'All figures: {experiment}')}<p>{html.escape(plan['question'])}</p>"]
     for name, columns in GROUPS.items():
-        head = ["variant", "seeds", *columns]
+        head = ["variant", *columns]
         extra = beyond_static(rows) if name.startswith("Cost") and experiment == "ablation" else {}
         if extra:
             head.append("hard loss beyond static, nats")
         body = []
         for row in rows:
-            cells = [str(len(row.seeds)), *(html.escape(show(row)) for show in columns.values())]
+            cells = [show(row) for show in columns.values()]
             if extra:
                 cells.append(f"{extra[row.variant]:+.4f}" if row.variant in extra else "")
-            body.append((row.variant, cells))
-        parts.append(f"<h3>{name}</h3>{_html_table(head, body)}")
+            # a static variant has nothing to say of routes
+            if any(cells):
+                body.append((row.variant, cells))
+        if body:
+            parts.append(f"<h3>{name}</h3>{_html_table(name, head, body)}")
     return "\n".join(parts)
 
 
-def _html_table(head: Sequence[str], body: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Cells of the body are HTML, everything else is text."""
-    columns = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in head)
-    rows = "".join(
-        f'<tr><th scope="row">{html.escape(name)}</th>'
-        f"{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        for name, cells in body
-    )
+def _html_table(name: str, head: Sequence[str], body: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """A table that scrolls by itself where it is wider than the page, also by keys."""
+    columns = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in head)
+    rows = "".join(_row(title, cells) for title, cells in body)
     return (
-        f'<div class="scroll"><table><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody>'
-        "</table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(name)}"><table>'
+        f"<thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
+
+
+def _row(title: str, cells: Sequence[str]) -> str:
+    shown = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+    return f'<tr><th scope="row">{html.escape(title)}</th>{shown}</tr>'
 
 
 # --- figures and the passage ---
+
+
+def _section(section: Section, drawn: Mapping[str, str]) -> str:
+    shown = "".join(_figure(panel, drawn[panel.name]) for panel in section.panels)
+    kind = "figures main" if section.is_main else "figures"
+    return (
+        f"{_heading(section.title)}<p>{html.escape(section.text)}</p>"
+        f'<div class="{kind}">{shown}</div>'
+    )
 
 
 def _figure(panel: Panel, svg: str) -> str:
@@ -345,19 +353,24 @@ def _passages(ablation: Ablation) -> str:
         f'<b class="e{index}">{html.escape(name)}</b>' for index, name in enumerate(EXPERTS)
     )
     parts = [
-        "<h2>A passage, coloured by route</h2><p>Held-out text, in pieces of one window each; the "
-        "colour of a character is the expert of its largest weight, the stronger the larger.</p>"
+        f"{_heading('A passage, coloured by route')}<p>Held-out text, in pieces of one window "
+        "each; the colour of a character is the expert of its largest weight, the stronger the "
+        "larger.</p>"
         f'<p class="legend">{legend}</p>'
     ]
-    for index, name in enumerate(names):
+    # one is open, so that a phone has not to scroll through all of them
+    first = "recommended" if "recommended" in names else names[0]
+    for name in names:
         run = ablation.by_variant[name][0]
         layers = "".join(
-            f"<h3>layer {number}</h3>{_passage(run.result['passage'], number)}"
+            f"<div><h3>layer {number}</h3>{_passage(run.result['passage'], number)}</div>"
             for number in range(len(run.result["passage"]["layers"]))
         )
-        is_open = " open" if index < 3 else ""
         title = html.escape(f"{name}, seed {run.seed}")
-        parts.append(f"<details{is_open}><summary>{title}</summary>{layers}</details>")
+        parts.append(
+            f"<details{' open' if name == first else ''}><summary>{title}</summary>"
+            f'<div class="layers">{layers}</div></details>'
+        )
     return "\n".join(parts)
 
 
@@ -378,6 +391,14 @@ def _passage(passage: Row, number: int) -> str:
     return f'<div class="text">{"".join("".join(span) + "</span>" for span in spans)}</div>'
 
 
+def _glossary() -> str:
+    words = "".join(
+        f"<dt>{html.escape(word)}</dt><dd>{html.escape(_sentence(meaning))}</dd>"
+        for word, meaning in GLOSSARY.items()
+    )
+    return f'{_heading("What the words mean")}<dl class="words">{words}</dl>'
+
+
 def _again(ablation: Ablation) -> str:
     settings = ablation.plan["settings"]
     data = "".join(f" --data {path}" for path in settings["data"])
@@ -385,7 +406,7 @@ def _again(ablation: Ablation) -> str:
     sweeps = "".join(f" --sweep {name}" for name in ablation.experiments if name != "ablation")
     command = f"meta-attention ablate{short}{data} --seeds {ablation.plan['seeds']}{sweeps}"
     return (
-        f"<p><code>{html.escape(command)}</code></p>"
+        f"{_heading('Run it again')}<p><code>{html.escape(command)}</code></p>"
         "<p>Same seed, same machine: the same figures. <code>meta-attention report RUNS</code> "
         "makes this page again from the runs' figures alone.</p>"
     )
