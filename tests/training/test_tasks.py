@@ -128,7 +128,7 @@ def test_the_recipe_has_the_sizes_of_the_notes():
     settings = build_settings("recall", {})
     assert (settings.layers, settings.hidden_size, settings.window_size) == (2, 64, 16)
     assert (settings.routing, settings.training_weights) == ("hard", "one_hot")
-    assert str(settings.kl_weight) == "0->0.2@0.4:0.6"
+    assert str(settings.kl_weight) == "0->0.3@0.4:0.6"
     assert settings.model_config(vocab_size=500).short_conv == 3
     task = read_task_blocks(settings, None).train.task
     assert task == RecallTask(window=16, reach=32)

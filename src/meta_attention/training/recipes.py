@@ -376,7 +376,7 @@ def recall() -> Settings:
         **ADAPTIVE,
         # at 0.1 all keys stay on full attention, also those that are stored and ask for nothing;
         # at 0.5 one seed of five lost all recalls again
-        kl_weight=Schedule(0.0, 0.2, 0.4, 0.6),
+        kl_weight=Schedule(0.0, 0.3, 0.4, 0.6),
         eval_every=500,
         save_every=500,
     )
