@@ -83,6 +83,8 @@ def run_side_by_side(
         for job in running:
             if job.process is not None:
                 job.process.terminate()
+                # it may be writing
+                job.process.wait()
     left = len(waiting) + cut_off
     say(
         f"{finished} finished, {failed} failed, {left} left"

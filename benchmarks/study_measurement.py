@@ -23,7 +23,6 @@ from study_reading import (
     predict,
     predict_all,
     read,
-    routing_as,
     shuffled,
 )
 from study_run import RESULT
@@ -35,6 +34,7 @@ from meta_attention.evaluation.calibration import expected_calibration_error
 from meta_attention.evaluation.detection import mean_interval, measure_auroc, quantile_classes
 from meta_attention.evaluation.forcing import RouteJudge, attention_layers
 from meta_attention.evaluation.perplexity import evaluating
+from meta_attention.evaluation.routing import routed_as
 
 HURTS, TOP = 0.1, 0.1  # nats by which hard routing hurts; share of tokens it hurts most
 TIE = 1e-3  # nats; experts that see the same differ by rounding
@@ -80,7 +80,7 @@ class Measurement:
         with evaluating(self.model):
             reading = read(self.model, self.ids, self.batch_size)
             is_routed = bool(reading.routes)
-            with routing_as(self.model, "soft"):
+            with routed_as(self.model, "soft"):
                 soft = predict_all(self.model, self.ids, self.batch_size)
             figures: Figures = {
                 "num_sequences": len(self.ids),

@@ -7,8 +7,7 @@ there, so that the last of a sequence is left out: T - 1.
 
 import json
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from study_variants import Scale
 from torch import Tensor
 
 from meta_attention import MetaAttentionForCausalLM
-from meta_attention.config import RoutingName
 from meta_attention.controller import Posterior
 from meta_attention.errors import DataError
 from meta_attention.evaluation.beliefs import signals_of, watch_beliefs
@@ -51,7 +49,7 @@ class Run:
 
     @property
     def scale(self) -> Scale:
-        return Scale(**self.settings["settings"])
+        return Scale.of_run(self.settings["settings"])
 
     @property
     def metrics(self) -> list[dict[str, float]]:
@@ -238,14 +236,3 @@ def full_routes(model: MetaAttentionForCausalLM, routes: dict[int, Tensor]) -> d
         for layer, expert in routes.items()
         if FULL in names[layer]
     }
-
-
-@contextmanager
-def routing_as(model: MetaAttentionForCausalLM, routing: RoutingName) -> Iterator[None]:
-    """Route in another way; afterwards as before."""
-    before = model.config.routing
-    model.config.routing = routing
-    try:
-        yield
-    finally:
-        model.config.routing = before

@@ -7,7 +7,6 @@ its routes from a seed of its own, so that a resumed run goes on as an unbroken 
 Shapes: B sequences, T their length.
 """
 
-import copy
 import json
 import math
 import statistics
@@ -23,11 +22,11 @@ from study_data import Cache
 from study_variants import SCALES, Scale, Variant, find_variant
 from torch import Tensor
 
-from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
+from meta_attention import MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError, DataError
-from meta_attention.evaluation.flops import Flops, count_model
+from meta_attention.evaluation.flops import Flops, count_full, count_model
 from meta_attention.evaluation.perplexity import evaluating, measure_perplexity
-from meta_attention.evaluation.routing import RoutingTally
+from meta_attention.evaluation.routing import RoutingTally, routed_as
 from meta_attention.objective import routing_loss
 from meta_attention.training.economy import WINDOW, Economy
 
@@ -316,8 +315,7 @@ def _check_same(folder: Path, settings: dict[str, Any]) -> None:
         path.write_text(text)
         return
     before, now = json.loads(path.read_text()), json.loads(text)
-    # settings that a run did not have yet were at their default
-    before["settings"] = asdict(Scale(**before["settings"]))
+    before["settings"] = asdict(Scale.of_run(before["settings"]))
     for name in ("settings", "routing", "text"):
         if before[name] != now[name]:
             raise ConfigError(
@@ -377,15 +375,13 @@ def evaluate(model: MetaAttentionForCausalLM, cache: Cache, scale: Scale) -> dic
     texts = {
         name: text[: scale.eval_tokens] for name, text in cache.tokens("valid", device).items()
     }
-    config: MetaAttentionConfig = model.config
     result: dict[str, Any] = {}
     with evaluating(model):
         result["hard"] = score(model, texts, scale, scale.length)
         if scale.longest > scale.length:
             result["long"] = score(model, texts, scale, scale.longest)
-        config.routing = "soft"
-        result["soft"] = score(model, texts, scale, scale.length)
-        config.routing = "hard"
+        with routed_as(model, "soft"):
+            result["soft"] = score(model, texts, scale, scale.length)
     words = {}
     for name, text, num_words in cache.word_texts():
         with autocast(device):
@@ -440,7 +436,7 @@ def score(
     # corpora count the same, however long
     by_position = torch.stack(list(by_corpus.values())).mean(dim=0)
     attention, controller = attention / len(by_corpus), controller / len(by_corpus)
-    full = full_flops(model.config, length)
+    full = count_full(model.config, length).attention
     return {
         "length": length,
         "sequences": num_sequences,
@@ -465,14 +461,6 @@ def in_buckets(by_position: list[float]) -> dict[str, float]:
     return buckets
 
 
-def full_flops(config: MetaAttentionConfig, length: int) -> float:
-    """Attention of one sequence if every layer were full."""
-    full = copy.copy(config)
-    full.experts, full.layer_experts = ("full",), None
-    weights = [torch.ones(1, length, 1)] * config.num_hidden_layers
-    return count_model(full, weights).attention
-
-
 # --- time ---
 
 
@@ -482,7 +470,7 @@ def measure_times(cache: Cache, folder: Path, *, repeats: int = 20) -> dict[str,
     Nothing else may run on the device meanwhile.
     """
     settings = json.loads((folder / CONFIG).read_text())
-    scale, device = Scale(**settings["settings"]), default_device()
+    scale, device = Scale.of_run(settings["settings"]), default_device()
     training = Training(cache, find_variant(settings["variant"]), scale, settings["seed"], device)
     trained = MetaAttentionForCausalLM.from_pretrained(folder / "model")
     training.model.load_state_dict(trained.state_dict())

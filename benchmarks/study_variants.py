@@ -50,6 +50,14 @@ class Scale:
         if self.repeat < 1:
             raise ConfigError(f"repeat must be >= 1, got {self.repeat}")
 
+    @classmethod
+    def of_run(cls, settings: dict[str, Any]) -> "Scale":
+        """Settings of a run, which may be from before one was added: then it was at its default.
+
+        But for the convolution, which runs without a word of it do not have.
+        """
+        return cls(**{"short_conv": 0} | settings)
+
     def with_changes(self, changes: list[str]) -> "Scale":
         """With ``NAME=VALUE`` from a command line."""
         types = {field.name: field.type for field in fields(self)}

@@ -13,8 +13,9 @@ from meta_attention.ablation.measure import (
     measure_gates,
     measure_uncertainty,
     read_passage,
-    routed_as,
 )
+from meta_attention.evaluation.forcing import attention_layers
+from meta_attention.evaluation.routing import routed_as
 from meta_attention.training.corpus import Corpus
 from meta_attention.training.tokenizer import build_tokenizer
 
@@ -115,6 +116,8 @@ def test_a_model_is_as_before(blocks):
         raise RuntimeError
     assert model.config.routing == "soft"
     assert model.config.uncertainty_threshold is None
+    # what layers gate by is a copy of their own
+    assert all(layer.controller.uncertainty_threshold == 0.0 for layer in attention_layers(model))
     assert measure(model, blocks, "soft") == before
 
 

@@ -2,14 +2,16 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from meta_attention.ablation import run as run_module
 from meta_attention.ablation.probes import GRADIENTS_FILE, ROUTING_FILE, GradientProbe, RoutingProbe
-from meta_attention.ablation.run import Job, execute
-from meta_attention.ablation.variants import EXPERIMENTS, VARIANTS
-from meta_attention.errors import ConfigError
+from meta_attention.ablation.run import Job, _batches, execute
+from meta_attention.ablation.variants import EXPERIMENTS, VARIANTS, paper_base
+from meta_attention.errors import ConfigError, DataError
 from meta_attention.training.logs import read_metrics, read_rows
 from meta_attention.training.run import train_model
 
@@ -136,3 +138,9 @@ def test_equal_batches_have_no_noise_but_that_of_draws(base, tmp_path):
     for layer in found["layers"]:
         assert layer["data_noise"] < 1e-6 * layer["sample_noise"] + 1e-12
     assert model.config.training_weights == "mean"
+
+
+def test_noise_of_gradients_takes_enough_text():
+    blocks = SimpleNamespace(train=[{"input_ids": torch.zeros(64)}] * 5)
+    with pytest.raises(DataError, match=r"must have 128 blocks of 64 tokens, .* got 5"):
+        _batches(blocks, paper_base())

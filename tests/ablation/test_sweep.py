@@ -74,6 +74,19 @@ def test_other_sizes_need_another_folder(base, tmp_path):
     assert contents(out) == before
 
 
+def test_a_plan_from_before_a_setting_had_its_default(base, tmp_path):
+    out = tmp_path / "out"
+    make_plan(out, base).save()
+    record = json.loads((out / PLAN_FILE).read_text())
+    assert record["settings"].pop("train_bytes") is None
+    record["settings"].pop("prior_strength")
+    (out / PLAN_FILE).write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"runs whose prior_strength is 1.0, not 2.0"):
+        make_plan(out, replace(base, prior_strength=2.0)).save()
+    make_plan(out, base).save()
+    assert json.loads((out / PLAN_FILE).read_text())["settings"]["train_bytes"] is None
+
+
 def test_a_folder_with_something_else_is_left_alone(base, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"must be a new or empty folder, .*something else"):

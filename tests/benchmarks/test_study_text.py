@@ -156,6 +156,17 @@ def test_a_run_from_before_a_setting_goes_on_with_its_default(cache, tmp_path):
         study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["repeat=2"])
 
 
+def test_a_run_from_before_the_convolution_is_not_one_with_it(cache, tmp_path):
+    study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["short_conv=0"])
+    path = tmp_path / "tiny-local-seed0" / "config.json"
+    before = json.loads(path.read_text())
+    del before["settings"]["short_conv"]
+    path.write_text(json.dumps(before))
+    with pytest.raises(ConfigError, match="settings it began with"):
+        study_run.run(cache, tmp_path, "local", 0, "tiny")
+    assert study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["short_conv=0"])
+
+
 def test_only_a_cost_below_the_target_is_held_up(cache):
     variant = VARIANTS["bayes-global-token-0.4"]
     training = study_run.Training(cache, variant, SCALES["tiny"], 0, "cpu")

@@ -90,6 +90,16 @@ def test_a_run_that_fails_is_named_and_the_command_fails(run, text, tmp_path, mo
     assert "not done: full seed 0" in result.output
 
 
+def test_where_every_run_fails_the_reasons_are_all_there_is(run, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "run_jobs", lambda jobs, n: ((job, "out of luck") for job in jobs))
+    arguments = ("--variants", "full", "--data", text, "--out", tmp_path / "out", *VERY_SHORT)
+    result = run("ablate", *arguments)
+    assert result.exit_code == 1
+    assert "failed: full seed 0: out of luck" in result.output
+    result = run("ablate", *arguments, "--json")
+    assert json.loads(result.stdout) == {"failed": {"full seed 0": "out of luck"}}
+
+
 def test_the_list_names_variants_and_experiments(run):
     result = run("ablate", "--list")
     assert result.exit_code == 0

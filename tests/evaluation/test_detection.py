@@ -67,6 +67,12 @@ def test_an_interval_knows_that_tokens_of_a_sequence_are_not_independent():
     assert long.high - long.low > 0.1
 
 
+def test_a_single_sequence_has_no_interval():
+    found = measure_auroc(torch.rand(1, 50), torch.rand(1, 50) > 0.5)
+    assert found.value is not None
+    assert (found.low, found.high) == (None, None)
+
+
 def test_strata_leave_what_another_score_does_not_know():
     known = torch.randint(2, (30, 50))
     is_positive = torch.rand(30, 50) < 0.2 + 0.6 * known

@@ -283,3 +283,10 @@ def test_wrong_masks_are_named():
 def test_window_below_one_is_refused():
     with pytest.raises(ConfigError, match="window must be >= 1, got 0"):
         local_attention(*make_heads(1, 4, 1, 1, 4), window=0, causal=True)
+
+
+@pytest.mark.parametrize("op", [full_attention, linear_attention])
+def test_heads_on_another_device_are_refused(op):
+    query, key, value = torch.randn(3, 1, 4, 2, 8)
+    with pytest.raises(ShapeError, match="value must be on the device of query, cpu, got meta"):
+        op(query, key, value.to("meta"), causal=True)

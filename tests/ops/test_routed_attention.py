@@ -400,3 +400,10 @@ def test_what_does_not_fit_is_named(change, error, message):
     arguments = {"plan": make_plan(case), "windows": case.windows} | change
     with pytest.raises(error, match=message):
         routed_attention(*make_inputs(case), **arguments, causal=True)
+
+
+def test_kernels_take_heads_of_one_precision(kernel_device):
+    query, key, value = torch.randn(3, 1, 4, 2, 16, device=kernel_device)
+    plan = plan_routes(torch.ones(1, 4, 1, device=kernel_device), is_exclusive=True)
+    with pytest.raises(ShapeError, match=r"key and value must be torch.float32 like query, got"):
+        routed_attention(query, key, value.bfloat16(), plan, {0: None}, causal=True, impl="triton")

@@ -18,6 +18,7 @@ from meta_attention.training.empirical_prior import (
 from meta_attention.training.logs import read_metrics, read_rows
 from meta_attention.training.recipes import tiny
 from meta_attention.training.run import train_model
+from meta_attention.training.trainer import MetaAttentionTrainer
 
 COSTS = torch.tensor([1.0, 0.15, 0.30])
 
@@ -87,6 +88,54 @@ def test_a_run_that_was_stopped_goes_on_with_its_estimate(settings, tmp_path, mo
         for folder in (tmp_path / "whole", tmp_path / "broken")
     ]
     assert losses[0] == losses[1]
+
+
+def priors_of(model):
+    return [layer.attention.controller.prior_concentration for layer in model.model.layers]
+
+
+def test_the_best_model_has_the_prior_it_was_trained_with(settings, tmp_path, monkeypatch):
+    """Not that of the last step, whose weights are others."""
+
+    def find_best(trainer):
+        trainer.state.best_model_checkpoint = str(tmp_path / f"checkpoint-{EVERY}")
+
+    monkeypatch.setattr(MetaAttentionTrainer, "find_best", find_best)
+    train_model(replace(settings, steps=2 * EVERY), tmp_path)
+    first, last = (row["prior_strength"] for row in read_rows(tmp_path / PRIOR_FILE))
+    assert first != last
+    saved = MetaAttentionForCausalLM.from_pretrained(tmp_path)
+    best = MetaAttentionForCausalLM.from_pretrained(tmp_path / f"checkpoint-{EVERY}")
+    assert list(saved.config.prior_strength) == first
+    torch.testing.assert_close(saved.state_dict(), best.state_dict(), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(priors_of(saved), priors_of(best), rtol=0.0, atol=0.0)
+
+
+def test_a_run_that_was_stopped_after_its_last_step_keeps_its_prior(
+    settings, tmp_path, monkeypatch
+):
+    train_from = MetaAttentionTrainer.train_from
+
+    def stop(trainer, checkpoint):
+        train_from(trainer, checkpoint)
+        raise KeyboardInterrupt
+
+    settings = replace(settings, steps=2 * EVERY)
+    with monkeypatch.context() as patched:
+        patched.setattr(MetaAttentionTrainer, "train_from", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train_model(settings, tmp_path)
+    train_model(settings, tmp_path, resume=True, say=lambda line: None)
+    model = MetaAttentionForCausalLM.from_pretrained(tmp_path)
+    rows = read_rows(tmp_path / PRIOR_FILE)
+    assert list(model.config.prior_strength) == rows[-1]["prior_strength"]
+
+
+def test_before_the_first_estimate_a_prior_is_as_set(settings, tmp_path):
+    settings = replace(settings, steps=EVERY // 2, prior_strength=0.7)
+    train_model(settings, tmp_path)
+    model = MetaAttentionForCausalLM.from_pretrained(tmp_path)
+    assert set(model.config.prior_strength) == {0.7}
 
 
 def test_without_a_prior_there_is_nothing_to_estimate():

@@ -23,11 +23,11 @@ from meta_attention.config import MetaAttentionConfig, RoutingName
 from meta_attention.controller import PointPosterior, RoutingPosterior
 from meta_attention.evaluation.calibration import CalibrationTally
 from meta_attention.evaluation.evaluate import expected_weights
-from meta_attention.evaluation.flops import Flops, count_model
+from meta_attention.evaluation.flops import Flops, count_full, count_model
 from meta_attention.evaluation.forcing import RouteJudge, attention_layers
 from meta_attention.evaluation.inspect import DIRICHLET_SIGNALS, POINT_SIGNALS
 from meta_attention.evaluation.perplexity import evaluating
-from meta_attention.evaluation.routing import RoutingTally
+from meta_attention.evaluation.routing import RoutingTally, routed_as
 from meta_attention.experts import build_experts, expert_costs
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.routing import uncertainty_of
@@ -130,10 +130,7 @@ def relative_flops(
     config: MetaAttentionConfig, executed: Flops, num_blocks: int, length: int
 ) -> dict[str, float]:
     """Operations per token, and as shares of a model with full attention in every layer."""
-    full = copy.copy(config)
-    full.experts, full.layer_experts = ("full",), None
-    weights = [torch.ones(1, length, 1)] * config.num_hidden_layers
-    one = count_model(full, weights)
+    one = count_full(config, length)
     parts = ("attention", "layer", "model")
     per_token = {
         f"{part}_per_token": getattr(executed, part) / (num_blocks * length) for part in parts
@@ -292,29 +289,19 @@ def read_passage(
 
 
 @contextmanager
-def routed_as(model: MetaAttentionForCausalLM, routing: RoutingName) -> Iterator[None]:
-    """Take routes in another way; afterwards the model is as before."""
-    config: MetaAttentionConfig = model.config
-    before = config.routing
-    config.routing = routing
-    try:
-        yield
-    finally:
-        config.routing = before
-
-
-@contextmanager
 def gated_by(model: MetaAttentionForCausalLM, signal: str, threshold: float) -> Iterator[None]:
     """Gate by a signal at a threshold; afterwards the model is as before."""
     config: Any = model.config
     before = (config.uncertainty_signal, config.uncertainty_threshold)
     with routed_as(model, "gated"):
-        config.uncertainty_signal = signal
-        model.set_uncertainty_threshold(threshold)
         try:
+            config.uncertainty_signal = signal
+            model.set_uncertainty_threshold(threshold)
             yield
         finally:
             config.uncertainty_signal, config.uncertainty_threshold = before
+            for layer in attention_layers(model):
+                layer.controller.reset_buffers()
 
 
 def _score(model: MetaAttentionForCausalLM, ids: Tensor) -> Tensor:

@@ -22,13 +22,12 @@ from meta_attention.ablation.measure import (
     measure_uncertainty,
     read_passage,
 )
-from meta_attention.ablation.probes import DRAWS, GradientProbe, RoutingProbe
+from meta_attention.ablation.probes import DRAWS, GradientProbe, Probe, RoutingProbe
 from meta_attention.ablation.variants import Variant
-from meta_attention.errors import ConfigError
+from meta_attention.errors import ConfigError, DataError
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.training.checkpoints import list_checkpoints
 from meta_attention.training.data import Blocks, read_blocks
-from meta_attention.training.logs import Flow
 from meta_attention.training.packing import PackedDataset
 from meta_attention.training.recipes import Settings
 from meta_attention.training.run import RUN_FILE, read_run, train_model
@@ -77,7 +76,7 @@ def execute(job: Job) -> dict[str, Any]:
     begin = time.perf_counter()
     blocks = read_blocks(job.settings, None)
     held_out = _ids_of(blocks.valid)
-    probes: list[Flow | Any] = [RoutingProbe(job.folder, held_out[:CURVE_BLOCKS])]
+    probes: list[Probe] = [RoutingProbe(job.folder, held_out[:CURVE_BLOCKS])]
     if "gradients" in job.variant.probes:
         probes.append(GradientProbe(job.folder, _batches(blocks, job.settings)))
     is_begun = (job.folder / RUN_FILE).exists()
@@ -134,7 +133,11 @@ def _ids_of(blocks: Any) -> Tensor:
 
 def _batches(blocks: Blocks, settings: Settings) -> list[Tensor]:
     """Batches of training text to compare gradients on, spread over all of it."""
-    size = settings.batch_size
-    step = max(1, len(blocks.train) // (DRAWS * size))
-    ids = [blocks.train[i * step]["input_ids"] for i in range(min(DRAWS * size, len(blocks.train)))]
-    return list(torch.stack(ids).split(size))[:DRAWS]
+    needed, found = DRAWS * settings.batch_size, len(blocks.train)
+    if found < needed:
+        raise DataError(
+            f"the training text must have {needed} blocks of {settings.length} tokens, to compare "
+            f"gradients of {DRAWS} batches, got {found}; give more text"
+        )
+    ids = [blocks.train[i * (found // needed)]["input_ids"] for i in range(needed)]
+    return list(torch.stack(ids).split(settings.batch_size))

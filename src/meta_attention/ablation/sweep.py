@@ -80,12 +80,10 @@ class Plan:
         return sorted(found, key=lambda job: (job.seed, -job.work))
 
     def to_dict(self) -> dict[str, Any]:
-        common = self.base.to_dict()
-        del common["seed"]
         return {
             "is_short": self.is_short,
             "seeds": self.seeds,
-            "settings": common,
+            "settings": _in_common(self.base),
             "experiments": {
                 experiment.name: {
                     "question": experiment.question,
@@ -107,6 +105,8 @@ class Plan:
         record = self.to_dict()
         if path.exists():
             before = read_plan(self.out)
+            # settings that there were none of yet were at their default
+            before["settings"] = _in_common(Settings.from_dict(before["settings"]))
             for name in ("settings", "is_short"):
                 _check_equal(self.out, before[name], record[name], name)
             experiments = dict(before["experiments"])
@@ -216,14 +216,17 @@ def read_plan(out: Path) -> dict[str, Any]:
         ) from error
 
 
+def _in_common(settings: Settings) -> dict[str, Any]:
+    """What all runs have in common."""
+    return {name: value for name, value in settings.to_dict().items() if name != "seed"}
+
+
 def _check_equal(out: Path, before: Any, now: Any, name: str) -> None:
-    # as JSON has them
-    now = json.loads(json.dumps(now))
     if before == now:
         return
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        name = next(key for key in now if before.get(key) != now[key])
-        before, now = before.get(name), now[name]
+    if isinstance(before, Mapping):
+        name = next(key for key in now if before[key] != now[key])
+        before, now = before[name], now[name]
     raise ConfigError(
         f"{out} holds runs whose {name} is {before!r}, not {now!r}; choose another folder with "
         "--out, or leave that out"

@@ -139,7 +139,9 @@ def ablate(
     for note in plan.notes:
         errors.print(f"note: {note}", soft_wrap=True, highlight=False)
     failed = _run(plan, jobs or default_jobs(has_gpu), errors, quiet=as_json)
-    record = _report(plan, errors, as_json)
+    # without a finished run there is nothing to report but why
+    has_result = any(job.is_done for job in plan.jobs)
+    record = _report(plan, errors, as_json) if has_result else {}
     if as_json:
         print(json.dumps(record | {"failed": failed}, indent=1))
     if failed:

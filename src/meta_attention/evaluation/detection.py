@@ -61,7 +61,8 @@ def measure_auroc(
         is_positive: Boolean ``[S, T]``.
         strata: Whole numbers ``[S, T]``: only scores of one stratum are compared. With deciles of
             another score as strata, what this one knows that the other does not.
-        num_resamples: How many times sequences are drawn anew; 0 for no interval.
+        num_resamples: How many times sequences are drawn anew; 0 for no interval, and of a single
+            sequence there is none.
         seed: Of these draws; equal seeds draw the same sequences for every score.
     """
     _check(scores, is_positive, strata)
@@ -70,7 +71,7 @@ def measure_auroc(
     if total == 0:
         return Auroc(None, None, None)
     value = wins.sum().item() / total
-    if not num_resamples:
+    if not num_resamples or len(scores) < 2:
         return Auroc(value, None, None)
     weights = draw_sequences(len(scores), num_resamples, seed).to(wins)
     won, compared = ((weights @ table * weights).sum(dim=1) for table in (wins, pairs))

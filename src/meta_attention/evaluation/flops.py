@@ -167,6 +167,13 @@ def count_model(
     )
 
 
+def count_full(config: MetaAttentionConfig, length: int) -> Flops:
+    """Operations of a model on one sequence, if every layer had full attention alone."""
+    full = copy.copy(config)
+    full.experts, full.layer_experts = ("full",), None
+    return count_model(full, [torch.ones(1, length, 1)] * config.num_hidden_layers)
+
+
 def count_mix(config: MetaAttentionConfig, mix: Mapping[str, float], length: int) -> Flops:
     """Operations of a model on one sequence, its tokens shared out among experts as in ``mix``.
 

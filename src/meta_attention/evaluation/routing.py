@@ -11,13 +11,15 @@ Shapes: B batch, T sequence, E experts of a layer, G key-value heads that have r
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from meta_attention.config import RoutingName
 from meta_attention.controller import RoutingPosterior
 from meta_attention.errors import ShapeError
 from meta_attention.layers import BayesianMetaAttentionLayer
@@ -336,3 +338,14 @@ def _entropy_term(share: float) -> float:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+@contextmanager
+def routed_as(model: Any, routing: RoutingName) -> Iterator[None]:
+    """Take a model's routes in another way; afterwards it is as before."""
+    before = model.config.routing
+    model.config.routing = routing
+    try:
+        yield
+    finally:
+        model.config.routing = before

@@ -22,6 +22,11 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) 
                 f"{name} must be [B, S, K, P] = [{B}, S >= {T}, K, {P}] to match query "
                 f"{list(query.shape)}, got {list(shape)}"
             )
+        # a kernel that has run before is given addresses, which say nothing of where they are
+        if tensor.device != query.device:
+            raise ShapeError(
+                f"{name} must be on the device of query, {query.device}, got {tensor.device}"
+            )
     if key.shape != value.shape:
         raise ShapeError(
             f"key and value must have one shape, got {list(key.shape)} and {list(value.shape)}"

@@ -67,19 +67,19 @@ class EmpiricalPrior(RowLog):
     Args:
         folder: Of the run.
         blocks: Training text ``[N, T]`` that posteriors are looked at on.
+        first: Strength until the first estimate.
     """
 
-    def __init__(self, folder: Path, blocks: Tensor) -> None:
+    def __init__(self, folder: Path, blocks: Tensor, first: float) -> None:
         super().__init__(folder, PRIOR_FILE)
         self.blocks = blocks
+        self.first = first
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        rows = read_rows(self.folder / self.name)
-        if rows:
-            self._set(kwargs["model"], rows[-1]["prior_strength"])
+        self.restore(kwargs["model"], state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -90,10 +90,21 @@ class EmpiricalPrior(RowLog):
             if state.is_world_process_zero:
                 self.write({"step": state.global_step, "prior_strength": strengths})
 
+    def restore(self, model: Any, step: int) -> None:
+        """The prior that a model of this step has: its weights alone do not say which."""
+        strengths = [self.first] * len(attention_layers(model))
+        for row in read_rows(self.folder / self.name):
+            if row["step"] <= step:
+                strengths = row["prior_strength"]
+        self._set(model, strengths)
+
     def estimate(self, model: Any) -> list[float]:
         """Strength of every layer; of one that has no prior to estimate, as it is."""
         with evaluating(model):
-            out = model(self.blocks.to(model.device), use_cache=False, output_routing=True)
+            # logits of all these blocks at once would take the most memory, and nobody reads them
+            out = model(
+                self.blocks.to(model.device), use_cache=False, output_routing=True, logits_to_keep=1
+            )
         found = []
         for layer, concentration in zip(attention_layers(model), out.concentrations, strict=True):
             controller = layer.controller

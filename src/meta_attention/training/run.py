@@ -136,7 +136,9 @@ def train_model(
         raise ConfigError(
             f"the folder of a run must be one that can be made, got {out}: {error.strerror}"
         ) from error
-    has_estimate = settings.empirical_prior
+    prior = None
+    if settings.empirical_prior:
+        prior = EmpiricalPrior(out, text_to_look_at(blocks.train), settings.prior_strength)
     trainer = MetaAttentionTrainer(
         model,
         args,
@@ -151,7 +153,7 @@ def train_model(
         processing_class=blocks.tokenizer,
         callbacks=[
             MetricsLog(out),
-            *([EmpiricalPrior(out, text_to_look_at(blocks.train))] if has_estimate else []),
+            *([] if prior is None else [prior]),
             *callbacks,
             *_tensorboard(out, checkpoint, tensorboard),
         ],
@@ -163,6 +165,8 @@ def train_model(
             write_run(out, record)
             blocks.tokenizer.save_pretrained(out)
     trainer.train_from(checkpoint)
+    if prior is not None:
+        prior.restore(trainer.accelerator.unwrap_model(trainer.model), trainer.model_step)
     metrics = {}
     if blocks.valid is not None:
         best = trainer.evaluate(metric_key_prefix="best")

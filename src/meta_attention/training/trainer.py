@@ -400,6 +400,12 @@ class MetaAttentionTrainer(Trainer):
         if self.state.best_model_checkpoint is not None:
             self._load_best_model()
 
+    @property
+    def model_step(self) -> int:
+        """The step whose model :meth:`train_from` has left: the best, or else the last."""
+        best = self.state.best_model_checkpoint
+        return self.state.global_step if best is None else int(step_of(Path(best)))
+
     def save_whole_model(self, folder: Path) -> None:
         """Save the model for ``from_pretrained``, also if its checkpoints are shards."""
         if self.is_fsdp_enabled:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from meta_attention.errors import ShapeError
 from meta_attention.ops.heads import as_matrix, last_contiguous
 from meta_attention.ops.launch import apply, ceil_div, compute_capability, launch, next_power_of_2
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
@@ -446,6 +447,11 @@ def routed_attention_triton(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x.to(dtype) for x in (query, key, value))
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        # a copy engine's tiles are read as the query's kind, whatever they are
+        raise ShapeError(
+            f"key and value must be {query.dtype} like query, got {key.dtype} and {value.dtype}"
+        )
     query, key, value = (last_contiguous(x) for x in (query, key, value))
     pairs = _order(tuple(windows.items()), plan.is_exclusive)
     if rows is None:
