@@ -1,5 +1,6 @@
-"""Runs side by side, each in a process and a folder of its own, until a moment."""
+"""What the commands of all studies share: runs side by side until a moment, and how errors end."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from meta_attention.errors import MetaAttentionError
 
 LOG = "log.txt"
 
@@ -108,3 +111,13 @@ def _start(job: Job, command: Sequence[str], parallel: int) -> None:
 
 def say(line: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
+
+
+def run_command(parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:
+    """Call what a command has set as ``call``; its status, 2 where the input was bad."""
+    args = parser.parse_args(arguments)
+    try:
+        return int(bool(args.call(args)))
+    except MetaAttentionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

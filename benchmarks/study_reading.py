@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from study_data import BYTES_PER_TOKEN, Cache
-from study_run import CONFIG, METRICS, RESULT, autocast
+from study_evaluation import autocast
+from study_run import CONFIG, METRICS, RESULT
 from study_variants import Scale
 from torch import Tensor
 

@@ -28,12 +28,12 @@ from typing import Any
 
 import study_recall_report
 import torch
-from study_jobs import Job, run_side_by_side, say
+from study_jobs import Job, run_command, run_side_by_side, say
 from study_recall_report import RESULT
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from meta_attention import MetaAttentionForCausalLM
-from meta_attention.errors import ConfigError, MetaAttentionError
+from meta_attention.errors import ConfigError
 from meta_attention.evaluation.tasks import TaskDataset, TaskSpec, evaluate_task
 from meta_attention.training.recipes import SCHEDULED, Settings, build_settings
 from meta_attention.training.run import RUN_FILE, open_run, train_model
@@ -301,12 +301,7 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = build_parser().parse_args(arguments)
-    try:
-        return int(bool(args.call(args)))
-    except MetaAttentionError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(build_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,19 @@ import json
 import math
 import statistics
 import time
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from study_data import Cache
+from study_evaluation import autocast, evaluate
 from study_variants import SCALES, Scale, Variant, find_variant
 from torch import Tensor
 
 from meta_attention import MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError, DataError
-from meta_attention.evaluation.flops import Flops, count_full, count_model
-from meta_attention.evaluation.perplexity import evaluating, measure_perplexity
-from meta_attention.evaluation.routing import RoutingTally, routed_as
+from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.objective import routing_loss
 from meta_attention.training.economy import WINDOW, Economy
 
@@ -366,104 +363,6 @@ def _training_figures(training: Training, folder: Path) -> dict[str, Any]:
     }
 
 
-# --- evaluation ---
-
-
-def evaluate(model: MetaAttentionForCausalLM, cache: Cache, scale: Scale) -> dict[str, Any]:
-    """Hard and soft at the length of training, hard at the longest, and by word."""
-    device = str(model.device)
-    texts = {
-        name: text[: scale.eval_tokens] for name, text in cache.tokens("valid", device).items()
-    }
-    result: dict[str, Any] = {}
-    with evaluating(model):
-        result["hard"] = score(model, texts, scale, scale.length)
-        if scale.longest > scale.length:
-            result["long"] = score(model, texts, scale, scale.longest)
-        with routed_as(model, "soft"):
-            result["soft"] = score(model, texts, scale, scale.length)
-    words = {}
-    for name, text, num_words in cache.word_texts():
-        with autocast(device):
-            scored = measure_perplexity(
-                model,
-                cache.tokenizer,
-                text,
-                length=scale.length,
-                stride=scale.length // 2,
-                batch_size=scale.batch_size,
-            )
-        words[name] = {
-            "nats": scored.nats,
-            "words": num_words,
-            "word_perplexity": math.exp(min(scored.nats / num_words, 700.0)),
-            "bits_per_byte": scored.bits_per_byte,
-        }
-    return result | {"words": words}
-
-
-def score(
-    model: MetaAttentionForCausalLM, texts: dict[str, Tensor], scale: Scale, length: int
-) -> dict[str, Any]:
-    """Loss, by corpus and by position, what was executed for it, and how tokens were routed."""
-    device = model.device
-    batch_size = max(1, scale.batch_size * scale.length // length)
-    by_corpus: dict[str, Tensor] = {}  # nats at each position [T - 1]
-    tally = RoutingTally.of(model)
-    attention, controller, num_sequences = 0.0, 0.0, 0
-    for name, text in texts.items():
-        nats = torch.zeros(length - 1, dtype=torch.float64, device=device)
-        blocks = text[: len(text) // length * length].view(-1, length).long()  # [N, T]
-        if not len(blocks):
-            continue
-        executed = Flops()
-        for ids in blocks.split(batch_size):
-            with autocast(str(device)):
-                out = model(ids, use_cache=False, output_routing=True)
-            logits = out.logits[:, :-1].flatten(0, 1).float()
-            losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
-            nats += losses.view(len(ids), -1).sum(dim=0, dtype=torch.float64)
-            tally.add(out.routing_weights, None, out.concentrations)
-            executed += count_model(model.config, out.routing_weights)
-        by_corpus[name] = nats / len(blocks)
-        attention += executed.attention / len(blocks)
-        controller += executed.controller / len(blocks)
-        num_sequences += len(blocks)
-    if not by_corpus:
-        raise DataError(
-            f"the validation text must have {length} tokens at least; prepare a larger cache"
-        )
-    # corpora count the same, however long
-    by_position = torch.stack(list(by_corpus.values())).mean(dim=0)
-    attention, controller = attention / len(by_corpus), controller / len(by_corpus)
-    full = count_full(model.config, length).attention
-    return {
-        "length": length,
-        "sequences": num_sequences,
-        "loss": by_position.mean().item(),
-        "loss_by_corpus": {name: loss.mean().item() for name, loss in by_corpus.items()},
-        "loss_by_position": in_buckets(by_position.tolist()),
-        "attention_flops_per_token": attention / length,
-        # shares of what attention costs where every layer is full
-        "attention_flops": attention / full,
-        "attention_and_controller_flops": (attention + controller) / full,
-        "routing": tally.summary().to_dict(),
-    }
-
-
-def in_buckets(by_position: list[float]) -> dict[str, float]:
-    """Mean loss of targets at positions 1 to 127, 128 to 255, 256 to 511, and so on."""
-    buckets, begin, end = {}, 1, 128
-    while begin <= len(by_position):
-        values = by_position[begin - 1 : end - 1]
-        buckets[f"{begin}-{begin + len(values) - 1}"] = statistics.mean(values)
-        begin, end = end, 2 * end
-    return buckets
-
-
-# --- time ---
-
-
 def measure_times(cache: Cache, folder: Path, *, repeats: int = 20) -> dict[str, Any]:
     """Training step and prefill of a finished run, with the routes it has learned.
 
@@ -522,12 +421,6 @@ def learning_rate(scale: Scale, step: int) -> float:
         return scale.lr * (step + 1) / warmup
     progress = (step - warmup) / max(1, scale.steps - warmup)
     return scale.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def autocast(device: str) -> AbstractContextManager[Any]:
-    """Bfloat16 on a GPU, where weights stay in float32."""
-    kind = torch.device(device).type
-    return torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda")
 
 
 def _say(line: str) -> None:

@@ -31,10 +31,8 @@ from pathlib import Path
 import study_report
 import study_run
 from study_data import Cache, prepare
-from study_jobs import Job, run_side_by_side, say
+from study_jobs import Job, run_command, run_side_by_side, say
 from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
-
-from meta_attention.errors import MetaAttentionError
 
 KNOWN = (
     f"{', '.join(VARIANTS)}; a routed one may be followed by "
@@ -176,12 +174,7 @@ def prepare_cache(args: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = build_parser().parse_args(arguments)
-    try:
-        return int(bool(args.call(args)))
-    except MetaAttentionError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(build_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,13 @@ from pathlib import Path
 
 import study_uncertainty_report
 from study_data import Cache
+from study_jobs import run_command
 from study_measurement import Figures, Measurement
 from study_reading import find_runs
 from study_run import default_device
 from study_uncertainty_report import OUTPUT
 
-from meta_attention.errors import ConfigError, MetaAttentionError
+from meta_attention.errors import ConfigError
 
 
 def measure_runs(args: argparse.Namespace) -> int:
@@ -100,12 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = build_parser().parse_args(arguments)
-    try:
-        return int(bool(args.call(args)))
-    except MetaAttentionError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(build_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import study_evaluation
 import study_report
 import study_run
 import study_text
@@ -81,7 +82,7 @@ def test_static_variants_cost_what_their_layers_do(cache):
     for name in ("full", "local", "hybrid-1-1", "hybrid-1-2", "hybrid-1-5"):
         training = study_run.Training(cache, VARIANTS[name], scale, 0, "cpu")
         with torch.no_grad():
-            shares[name] = study_run.score(
+            shares[name] = study_evaluation.score(
                 training.model.eval(), cache.tokens("valid", "cpu"), scale, scale.length
             )["attention_flops"]
     local = shares["local"]

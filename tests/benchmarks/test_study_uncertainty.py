@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import study_evaluation
 import study_measurement
 import study_run
 import study_uncertainty
@@ -124,9 +125,9 @@ def test_losses_are_those_of_the_study(runs, cache, figures):
     model, scale = run.load("cpu"), run.scale
     texts = {name: text[:256] for name, text in cache.tokens("valid", "cpu").items()}
     with torch.no_grad():
-        hard = study_run.score(model, texts, scale, scale.length)["loss"]
+        hard = study_evaluation.score(model, texts, scale, scale.length)["loss"]
         model.config.routing = "soft"
-        soft = study_run.score(model, texts, scale, scale.length)["loss"]
+        soft = study_evaluation.score(model, texts, scale, scale.length)["loss"]
     assert hard != pytest.approx(soft, abs=1e-6)
     assert figures[TOKEN]["loss"]["hard"] == pytest.approx(hard, abs=1e-5)
     assert figures[TOKEN]["loss"]["soft"] == pytest.approx(soft, abs=1e-5)
