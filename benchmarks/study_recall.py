@@ -200,11 +200,11 @@ def measure(folder: Path, settings: Settings) -> dict[str, Any]:
     return {"hard": evaluate(), "as_trained": as_trained}
 
 
-def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> list[Job]:
+def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: range) -> list[Job]:
     """All variants of a seed before the next seed."""
     jobs = [
         Job(name, (seed,), (run_folder(runs, scale, name, seed),), RESULT)
-        for seed in range(seeds)
+        for seed in seeds
         for name in variants
     ]
     return [job for job in jobs if not job.is_done]
@@ -214,7 +214,8 @@ def run_all(args: argparse.Namespace) -> int:
     """Runs side by side; how many failed."""
     # refused here, not in every process
     parse_changes(args.set)
-    jobs = missing_jobs(args.out, args.scale, args.variants, args.seeds)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    jobs = missing_jobs(args.out, args.scale, args.variants, seeds)
     say(f"{len(jobs)} of {args.seeds * len(args.variants)} runs are missing")
 
     def command_of(job: Job, stop_at: float) -> list[str]:
@@ -272,6 +273,9 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("all", help="every missing run, several side by side")
     _add_run_options(command)
     command.add_argument("--seeds", type=int, default=5)
+    command.add_argument(
+        "--first-seed", type=int, default=0, help="others than those a recipe was chosen on"
+    )
     command.add_argument("--parallel", type=int, default=8, help="runs at a time")
     command.add_argument(
         "--time-limit",
