@@ -2,13 +2,16 @@
 
 A run is a folder: ``config.json``, ``metrics.jsonl`` (means over ten steps), ``checkpoint.pt``
 while it lasts, and ``result.json`` with ``model/`` once it is done. Every step draws its text and
-its routes from a seed of its own, so that a resumed run goes on as an unbroken one.
+its routes from a seed of its own, so that a resumed run goes on as an unbroken one, and that runs
+which differ in their target alone have the same beginning: the first of them leaves it, in
+``beginnings/``, to the others.
 
 Shapes: B sequences, T their length.
 """
 
 import json
 import math
+import shutil
 import statistics
 import time
 from dataclasses import asdict
@@ -18,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from study_data import Cache
 from study_evaluation import autocast, evaluate
-from study_variants import SCALES, Scale, Variant, find_variant
+from study_variants import SCALES, Scale, Variant, family_of, find_variant
 from torch import Tensor
 
 from meta_attention import MetaAttentionForCausalLM
@@ -28,7 +31,7 @@ from meta_attention.objective import routing_loss
 from meta_attention.training.economy import WINDOW, Economy
 
 CONFIG, METRICS, RESULT, TIMING = "config.json", "metrics.jsonl", "result.json", "timing.json"
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT, BEGINNINGS = "checkpoint.pt", "beginnings"
 WARMUP = 0.05  # of the steps
 # before a step is captured: kernels are compiled, the optimiser's state exists
 PLAIN_STEPS = 3
@@ -218,6 +221,12 @@ class Training:
             "tokens_per_s": num_steps * self.scale.batch_size * self.scale.length / seconds,
         }
 
+    @property
+    def is_about_to_save(self) -> bool:
+        """Whether this is the last window before anything presses routes to be cheap."""
+        step, has_begun = self.steps_done, self.economy.has_begun
+        return not has_begun(step) and has_begun(step + WINDOW)
+
     def below_target(self, projected_cost: Tensor) -> Tensor:
         """Square of the share by which the mean cost of a batch is below its target, or 0.
 
@@ -287,10 +296,20 @@ def run(
     _check_same(folder, settings)
     if (folder / RESULT).exists():
         return json.loads((folder / RESULT).read_text())
-    if (folder / CHECKPOINT).exists():
-        training.load(folder / CHECKPOINT)
-        _say(f"going on after step {training.steps_done}")
-    _train(training, folder, stop_at)
+    beginning = None
+    if variant.target is not None:
+        beginning = run_folder(runs / BEGINNINGS, scale_name, family_of(variant_name), seed)
+        routing = {name: value for name, value in variant.to_dict().items() if name != "target"}
+        beginning.mkdir(parents=True, exist_ok=True)
+        _check_same(beginning, settings | {"routing": routing})
+    for source in (folder, beginning):
+        if source is not None and (source / CHECKPOINT).exists():
+            training.load(source / CHECKPOINT)
+            if source is beginning:
+                shutil.copy(source / METRICS, folder / METRICS)
+            _say(f"going on after step {training.steps_done}")
+            break
+    _train(training, folder, stop_at, beginning)
     if time.time() >= stop_at:
         _say(f"time is over after step {training.steps_done} of {scale.steps}")
         return None
@@ -321,7 +340,7 @@ def _check_same(folder: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def _train(training: Training, folder: Path, stop_at: float) -> None:
+def _train(training: Training, folder: Path, stop_at: float, beginning: Path | None) -> None:
     metrics, scale = folder / METRICS, training.scale
     rows = metrics.read_text().splitlines() if metrics.exists() else []
     # of steps that a checkpoint does not know
@@ -341,6 +360,9 @@ def _train(training: Training, folder: Path, stop_at: float) -> None:
             if done - saved >= scale.save_every:
                 training.save(folder / CHECKPOINT)
                 saved = done
+            if beginning is not None and training.is_about_to_save:
+                shutil.copy(metrics, beginning / METRICS)
+                training.save(beginning / CHECKPOINT)
     if training.steps_done > saved:
         training.save(folder / CHECKPOINT)
 

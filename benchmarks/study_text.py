@@ -24,6 +24,7 @@ when it is started again.
 """
 
 import argparse
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ import study_report
 import study_run
 from study_data import Cache, prepare
 from study_jobs import Job, run_command, run_side_by_side, say
-from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
+from study_variants import ENDINGS, SCALES, VARIANTS, family_of, find_variant
 
 KNOWN = (
     f"{', '.join(VARIANTS)}; a routed one may be followed by "
@@ -41,13 +42,24 @@ KNOWN = (
 
 
 def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> list[Job]:
-    """A process for each variant, which compiles once for all its seeds; the longest first."""
-    jobs = []
+    """A process for each family of variants: it compiles once, and trains their beginning once.
+
+    The longest come first.
+    """
+    families: dict[str, list[str]] = {}
     for name in sorted(variants, key=lambda name: -find_variant(name).work()):
-        folders = {seed: study_run.run_folder(runs, scale, name, seed) for seed in range(seeds)}
-        missing = {s: f for s, f in folders.items() if not (f / study_run.RESULT).exists()}
+        families.setdefault(family_of(name), []).append(name)
+    jobs = []
+    for names in families.values():
+        missing = {
+            study_run.run_folder(runs, scale, name, seed): seed
+            for seed in range(seeds)
+            for name in names
+        }
+        missing = {f: s for f, s in missing.items() if not (f / study_run.RESULT).exists()}
         if missing:
-            jobs.append(Job(name, tuple(missing), tuple(missing.values()), study_run.RESULT))
+            numbers = tuple(dict.fromkeys(missing.values()))
+            jobs.append(Job(" ".join(names), numbers, tuple(missing), study_run.RESULT))
     return jobs
 
 
@@ -55,7 +67,7 @@ def run_all(args: argparse.Namespace) -> int:
     """Runs side by side; how many failed."""
     Cache.open(args.cache)
     jobs = missing_jobs(args.out, args.scale, args.variants, args.seeds)
-    missing = sum(len(job.seeds) for job in jobs)
+    missing = sum(len(job.folders) for job in jobs)
     say(f"{missing} of {args.seeds * len(args.variants)} runs are missing")
     return run_side_by_side(
         jobs,
@@ -67,7 +79,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 def command_of(job: Job, args: argparse.Namespace, stop_at: float) -> list[str]:
     command = [__file__, "run", "--cache", str(args.cache), "--out", str(args.out)]
-    command += ["--variant", job.variant, "--scale", args.scale]
+    command += ["--variant", *job.variant.split(), "--scale", args.scale]
     command += ["--seed", *map(str, job.seeds)]
     command += ["--stop-at", str(stop_at)]
     command += ["--compile"] if args.compile else []
@@ -77,11 +89,11 @@ def command_of(job: Job, args: argparse.Namespace, stop_at: float) -> list[str]:
 
 def run_one(args: argparse.Namespace) -> int:
     cache = Cache.open(args.cache)
-    for seed in args.seed:
+    for seed, variant in itertools.product(args.seed, args.variant):
         result = study_run.run(
             cache,
             args.out,
-            args.variant,
+            variant,
             seed,
             args.scale,
             changes=args.set,
@@ -92,8 +104,8 @@ def run_one(args: argparse.Namespace) -> int:
             break
         hard, soft = result["hard"], result["soft"]
         print(
-            f"seed {seed}: loss {hard['loss']:.4f} hard, {soft['loss']:.4f} soft, attention FLOPs "
-            f"{hard['attention_flops']:.3f}, {result['tokens_per_s']:,.0f} tokens/s"
+            f"{variant} seed {seed}: loss {hard['loss']:.4f} hard, {soft['loss']:.4f} soft, "
+            f"attention FLOPs {hard['attention_flops']:.3f}, {result['tokens_per_s']:,.0f} tokens/s"
         )
     return 0
 
@@ -121,9 +133,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--max-tokens", type=int, default=24_000_000, help="to train on, in all")
     command.set_defaults(call=lambda args: bool(prepare_cache(args)))
 
-    command = commands.add_parser("run", help="train and evaluate one variant, seed after seed")
+    command = commands.add_parser("run", help="train and evaluate variants, seed after seed")
     _add_run_options(command)
-    command.add_argument("--variant", required=True, help=KNOWN)
+    command.add_argument("--variant", nargs="+", required=True, help=KNOWN)
     command.add_argument("--seed", type=int, nargs="+", default=[0])
     command.add_argument(
         "--stop-at", type=float, default=math.inf, help="seconds of the clock, as of time.time()"
@@ -133,7 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("all", help="every missing run, several side by side")
     _add_run_options(command)
     command.add_argument("--seeds", type=int, default=5)
-    command.add_argument("--parallel", type=int, default=6, help="variants at a time")
+    command.add_argument("--parallel", type=int, default=6, help="families of variants at a time")
     command.add_argument(
         "--time-limit",
         type=float,

@@ -187,16 +187,35 @@ def test_nothing_is_held_up_before_anything_presses(cache):
     for _ in range(3):
         training.step()
         held.append(training.knobs["hold"].item())
-    assert held == [0.0, 1.0, 1.0]  # the pressure begins after 30% of three steps
+    assert held == [0.0, 0.0, 1.0]  # the pressure begins after 60% of three steps
 
 
-def test_a_process_takes_the_missing_seeds_of_a_variant_and_long_ones_come_first(tmp_path):
-    names = ["local", "full", "bayes-all-token-0.2"]
+def test_runs_that_differ_in_their_target_share_what_comes_before_it(cache, tmp_path, capsys):
+    changes = ["steps=40", "eval_tokens=64"]
+    family = [f"bayes-global-token-{target}" for target in (0.2, 0.4)]
+    alone = study_run.run(cache, tmp_path / "alone", family[1], 0, "tiny", changes=changes)
+    for name in family:
+        shared = study_run.run(cache, tmp_path / "both", name, 0, "tiny", changes=changes)
+    assert "going on after step 20" in capsys.readouterr().out
+    assert shared["hard"] == alone["hard"]
+    assert shared["train_loss"] == alone["train_loss"]
+    folders = [tmp_path / where / f"tiny-{family[1]}-seed0" for where in ("alone", "both")]
+    alone_rows, shared_rows = [
+        [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in folders
+    ]
+    assert [row["loss"] for row in shared_rows] == [row["loss"] for row in alone_rows]
+    with pytest.raises(ConfigError, match="settings it began with"):
+        study_run.run(cache, tmp_path / "both", "bayes-global-token-0.6", 0, "tiny")
+
+
+def test_a_process_takes_the_missing_seeds_of_a_family_and_long_ones_come_first(tmp_path):
+    names = ["local", "full", "bayes-all-token-0.2", "bayes-all-token-0.4"]
     (tmp_path / "tiny-full-seed1").mkdir()
     (tmp_path / "tiny-full-seed1" / "result.json").write_text("{}")
     jobs = study_text.missing_jobs(tmp_path, "tiny", names, 3)
     assert [(job.variant, job.seeds) for job in jobs] == [
-        ("bayes-all-token-0.2", (0, 1, 2)),
+        ("bayes-all-token-0.2 bayes-all-token-0.4", (0, 1, 2)),
         ("full", (0, 2)),
         ("local", (0, 1, 2)),
     ]
