@@ -33,7 +33,7 @@ import study_report
 import study_run
 from study_data import Cache, prepare
 from study_jobs import Job, run_command, run_side_by_side, say
-from study_variants import ENDINGS, SCALES, VARIANTS, family_of, find_variant
+from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 
 KNOWN = (
     f"{', '.join(VARIANTS)}; a routed one may be followed by "
@@ -42,24 +42,21 @@ KNOWN = (
 
 
 def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> list[Job]:
-    """A process for each family of variants: it compiles once, and trains their beginning once.
+    """A process for all variants that have a beginning in common, and a seed.
 
-    The longest come first.
+    All of a seed come before the next, the longest first.
     """
-    families: dict[str, list[str]] = {}
-    for name in sorted(variants, key=lambda name: -find_variant(name).work()):
-        families.setdefault(family_of(name), []).append(name)
     jobs = []
-    for names in families.values():
-        missing = {
-            study_run.run_folder(runs, scale, name, seed): seed
-            for seed in range(seeds)
-            for name in names
-        }
-        missing = {f: s for f, s in missing.items() if not (f / study_run.RESULT).exists()}
-        if missing:
-            numbers = tuple(dict.fromkeys(missing.values()))
-            jobs.append(Job(" ".join(names), numbers, tuple(missing), study_run.RESULT))
+    for seed in range(seeds):
+        groups: dict[str, list[str]] = {}
+        for name in variants:
+            if not (study_run.run_folder(runs, scale, name, seed) / study_run.RESULT).exists():
+                groups.setdefault(find_variant(name).beginning.name, []).append(name)
+        works = {key: sum(find_variant(n).work() for n in names) for key, names in groups.items()}
+        for key in sorted(groups, key=lambda key: -works[key]):
+            folders = [study_run.run_folder(runs, scale, name, seed) for name in groups[key]]
+            names = " ".join(groups[key])
+            jobs.append(Job(names, (seed,), tuple(folders), study_run.RESULT))
     return jobs
 
 
@@ -145,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("all", help="every missing run, several side by side")
     _add_run_options(command)
     command.add_argument("--seeds", type=int, default=5)
-    command.add_argument("--parallel", type=int, default=6, help="families of variants at a time")
+    command.add_argument("--parallel", type=int, default=6, help="processes at a time")
     command.add_argument(
         "--time-limit",
         type=float,

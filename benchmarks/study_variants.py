@@ -12,6 +12,7 @@ from meta_attention.config import (
     TrainingWeights,
 )
 from meta_attention.errors import ConfigError
+from meta_attention.training.economy import WINDOW
 from meta_attention.training.schedule import Schedule
 
 EXPERTS = {
@@ -39,9 +40,12 @@ class Scale:
     eval_tokens: int  # of each corpus
     longest: int  # tokens of the longest evaluated sequence, >= length
     save_every: int
-    # models come to read far at half of the steps or before; pressed earlier, they do not
-    kl_weight: str = "0->0.02@0.6:0.7"
-    cost_weight: str = "0->0.2@0.6:0.7"
+    # share of the steps after which layers are routed; by then models have come to read far, and
+    # those that are pressed earlier do not
+    routed_from: float = 0.6
+    ramp: float = 0.1  # share of the steps in which the pressure rises to these weights
+    kl_weight: float = 0.02
+    cost_weight: float = 0.2
     hold: float = 1.0  # weight of falling below the target; see Training.below_target
     short_conv: int = 3  # taps of the convolution before attention, 0 for none
     argmax_from: float = 1.0  # share of the steps after which routes are no longer drawn
@@ -50,6 +54,11 @@ class Scale:
     def __post_init__(self) -> None:
         if self.repeat < 1:
             raise ConfigError(f"repeat must be >= 1, got {self.repeat}")
+
+    @property
+    def first_steps(self) -> int:
+        """How many steps pass before layers are routed: whole windows of the log."""
+        return round(self.routed_from * self.steps / WINDOW) * WINDOW
 
     @classmethod
     def of_run(cls, settings: dict[str, Any]) -> "Scale":
@@ -143,6 +152,7 @@ class Variant:
         gradient: ``"chosen"`` trains with the kernels of hard routing, ``"all"`` runs all experts.
         draw: What routes are made from in training.
         widen: Windows are this many times as wide as those of the other variants.
+        is_early: Routed from the first step on, without a static beginning.
     """
 
     pattern: str
@@ -152,6 +162,7 @@ class Variant:
     gradient: RouteGradient = "all"
     draw: TrainingWeights = "one_hot"
     widen: int = 1
+    is_early: bool = False
 
     @property
     def is_routed(self) -> bool:
@@ -161,8 +172,20 @@ class Variant:
         """Schedule of the weight that makes routes cheap."""
         if not self.is_routed:
             return Schedule.constant(0.0)
-        is_bayesian = self.controller == "bayesian"
-        return Schedule.parse(scale.kl_weight if is_bayesian else scale.cost_weight)
+        weight = scale.kl_weight if self.controller == "bayesian" else scale.cost_weight
+        begin = scale.first_steps / scale.steps
+        return Schedule.parse(f"0->{weight}@{begin}:{begin + scale.ramp}")
+
+    @property
+    def beginning(self) -> "Variant":
+        """What it is until layers are routed."""
+        pattern = "".join("L" if letter == "L" else "F" for letter in self.pattern)
+        return Variant(pattern, widen=self.widen)
+
+    @property
+    def name(self) -> str:
+        """Of a beginning."""
+        return self.pattern + (f"-x{self.widen}" if self.widen > 1 else "")
 
     def work(self) -> float:
         """How long a step takes, roughly, to start long runs first."""
@@ -233,6 +256,7 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = {
     "sparse": lambda v: replace(v, gradient="chosen"),
     "thompson": lambda v: replace(v, draw="sample"),
     "argmax": lambda v: replace(v, draw="mean"),
+    "early": lambda v: replace(v, is_early=True),
 }
 
 
@@ -260,13 +284,6 @@ def base_and_endings(name: str) -> tuple[str, list[str]]:
     if endings and not VARIANTS[base].is_routed:
         raise ConfigError(f"variant {base} has no routes, so nothing may follow it, got {name!r}")
     return base, endings
-
-
-def family_of(name: str) -> str:
-    """The name without its target: runs of a family are the same until something presses."""
-    base, endings = base_and_endings(name)
-    family = base.removesuffix(f"-{VARIANTS[base].target}")
-    return "-".join([family, *endings])
 
 
 def place_of(name: str) -> tuple[int, list[str]]:

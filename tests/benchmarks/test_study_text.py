@@ -94,7 +94,7 @@ def test_static_variants_cost_what_their_layers_do(cache):
 
 def test_a_run_that_was_cut_off_goes_on_as_an_unbroken_one(cache, tmp_path, monkeypatch):
     def run(out):
-        return study_run.run(cache, out, "bayes-all-token-0.2", 0, "tiny", changes=[STEPS])
+        return study_run.run(cache, out, "bayes-all-token-0.2-early", 0, "tiny", changes=[STEPS])
 
     whole = run(tmp_path / "whole")
     save = study_run.Training.save
@@ -107,7 +107,7 @@ def test_a_run_that_was_cut_off_goes_on_as_an_unbroken_one(cache, tmp_path, monk
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "cut")
     monkeypatch.undo()
-    folder = "tiny-bayes-all-token-0.2-seed0"
+    folder = "tiny-bayes-all-token-0.2-early-seed0"
     assert len(losses(tmp_path / "cut" / folder)) == 1
     resumed = run(tmp_path / "cut")
     assert losses(tmp_path / "cut" / folder) == losses(tmp_path / "whole" / folder)
@@ -182,42 +182,73 @@ def test_only_a_cost_below_the_target_is_held_up(cache):
 
 def test_nothing_is_held_up_before_anything_presses(cache):
     variant = VARIANTS["bayes-global-token-0.4"]
-    training = study_run.Training(cache, variant, SCALES["tiny"], 0, "cpu")
+    scale = SCALES["tiny"].with_changes([STEPS])
+    training = study_run.Training(cache, variant, scale, 0, "cpu")
     held = []
-    for _ in range(3):
+    for _ in range(13):
         training.step()
         held.append(training.knobs["hold"].item())
-    assert held == [0.0, 0.0, 1.0]  # the pressure begins after 60% of three steps
+    assert scale.first_steps == 10
+    assert held == [0.0] * 10 + [1.0] * 3
 
 
-def test_runs_that_differ_in_their_target_share_what_comes_before_it(cache, tmp_path, capsys):
-    changes = ["steps=40", "eval_tokens=64"]
-    family = [f"bayes-global-token-{target}" for target in (0.2, 0.4)]
-    alone = study_run.run(cache, tmp_path / "alone", family[1], 0, "tiny", changes=changes)
-    for name in family:
-        shared = study_run.run(cache, tmp_path / "both", name, 0, "tiny", changes=changes)
+def test_variants_go_on_from_the_static_model_they_are_routed_in(cache, tmp_path, capsys):
+    def run(out, name):
+        study_run.run(cache, tmp_path / out, name, 0, "tiny", changes=["steps=40"])
+        folder = tmp_path / out / f"tiny-{name}-seed0"
+        return [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    static = run("both", "hybrid-1-5")
+    assert "step 40/40" in capsys.readouterr().out
+    routed = run("both", "bayes-global-token-0.4")
     assert "going on after step 20" in capsys.readouterr().out
-    assert shared["hard"] == alone["hard"]
-    assert shared["train_loss"] == alone["train_loss"]
-    folders = [tmp_path / where / f"tiny-{family[1]}-seed0" for where in ("alone", "both")]
-    alone_rows, shared_rows = [
-        [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in folders
-    ]
-    assert [row["loss"] for row in shared_rows] == [row["loss"] for row in alone_rows]
+    losses = [[row["loss"] for row in rows] for rows in (static, routed)]
+    assert losses[0][:2] == losses[1][:2]
+    assert losses[0][2:] != losses[1][2:]
+    assert [row["pressure"] > 0.0 for row in routed] == [False, False, True, True]
+    # who comes first is all the same
+    assert [row["loss"] for row in run("alone", "bayes-global-token-0.4")] == losses[1]
+    changes = ["steps=40", "lr=0.1"]
     with pytest.raises(ConfigError, match="settings it began with"):
-        study_run.run(cache, tmp_path / "both", "bayes-global-token-0.6", 0, "tiny")
+        study_run.run(cache, tmp_path / "both", "prior-free-global-0.4", 0, "tiny", changes=changes)
 
 
-def test_a_process_takes_the_missing_seeds_of_a_family_and_long_ones_come_first(tmp_path):
-    names = ["local", "full", "bayes-all-token-0.2", "bayes-all-token-0.4"]
+def test_a_variant_may_be_routed_from_its_first_step(cache, tmp_path):
+    name = "bayes-global-token-0.4-early"
+    study_run.run(cache, tmp_path, name, 0, "tiny", changes=[STEPS])
+    rows = (tmp_path / f"tiny-{name}-seed0" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[0])["routing_entropy"] > 0.0
+    assert not (tmp_path / "beginnings").exists()
+
+
+def test_a_run_may_be_cut_off_in_its_beginning(cache, tmp_path, monkeypatch):
+    def run(out, stop_at=math.inf):
+        changes = ["steps=50"]
+        return study_run.run(cache, out, "hybrid-1-5", 0, "tiny", changes=changes, stop_at=stop_at)
+
+    whole = run(tmp_path / "whole")
+    clock = iter([0.0, 0.0, 2.0])
+    monkeypatch.setattr(study_run.time, "time", lambda: next(clock, 2.0))
+    assert run(tmp_path / "cut", stop_at=1.0) is None
+    monkeypatch.undo()
+    resumed = run(tmp_path / "cut")
+    assert resumed["hard"] == whole["hard"]
+    folder = "tiny-hybrid-1-5-seed0"
+    assert losses(tmp_path / "cut" / folder) == losses(tmp_path / "whole" / folder)
+
+
+def test_a_process_takes_what_begins_alike_and_long_ones_come_first(tmp_path):
+    names = ["local", "full", "hybrid-1-5", "bayes-global-token-0.2", "prior-free-global-0.4"]
     (tmp_path / "tiny-full-seed1").mkdir()
     (tmp_path / "tiny-full-seed1" / "result.json").write_text("{}")
-    jobs = study_text.missing_jobs(tmp_path, "tiny", names, 3)
+    jobs = study_text.missing_jobs(tmp_path, "tiny", names, 2)
+    together = "hybrid-1-5 bayes-global-token-0.2 prior-free-global-0.4"
     assert [(job.variant, job.seeds) for job in jobs] == [
-        ("bayes-all-token-0.2 bayes-all-token-0.4", (0, 1, 2)),
-        ("full", (0, 2)),
-        ("local", (0, 1, 2)),
+        (together, (0,)),
+        ("full", (0,)),
+        ("local", (0,)),
+        (together, (1,)),
+        ("local", (1,)),
     ]
 
 

@@ -1,0 +1,258 @@
+"""A model of the study between two steps: trained, saved, and given to a variant that goes on.
+
+Shapes: B sequences, T their length.
+"""
+
+import math
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from study_data import Cache
+from study_evaluation import autocast
+from study_variants import Scale, Variant
+from torch import Tensor
+
+from meta_attention import MetaAttentionForCausalLM
+from meta_attention.errors import ConfigError, DataError
+from meta_attention.objective import routing_loss
+from meta_attention.training.economy import WINDOW, Economy
+
+WARMUP = 0.05  # of the steps
+# before a step is captured: kernels are compiled, the optimiser's state exists
+PLAIN_STEPS = 3
+Cost = TypeVar("Cost", float, Tensor)
+WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
+
+
+class Training:
+    """A model with its optimiser and its economy, between two steps.
+
+    Args:
+        cache: Text to train on.
+        variant: What to train.
+        scale: Its sizes.
+        seed: Of weights, text and routes.
+        device: Where.
+        compile: Compile the blocks, which takes a while at the first step.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        variant: Variant,
+        scale: Scale,
+        seed: int,
+        device: str,
+        *,
+        compile: bool = False,
+    ) -> None:
+        self.variant, self.scale, self.seed, self.device = variant, scale, seed, device
+        torch.manual_seed(seed)
+        config = variant.model_config(scale, cache.vocab_size)
+        self.model = MetaAttentionForCausalLM(config).train()
+        self.model.to(torch.device(device))
+        if compile:
+            for block in self.model.model.layers:
+                block.compile()
+        parameters = list(self.model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.dim() <= 1]},
+        ]
+        names = ("kl_weight", "cost_weight", "hold", "lr")
+        self.knobs = {name: torch.zeros((), device=device) for name in names}
+        is_cuda = device == "cuda"
+        self.optimiser = torch.optim.AdamW(
+            groups,
+            lr=self.knobs["lr"] if is_cuda else scale.lr,
+            betas=BETAS,
+            weight_decay=0.0,
+            fused=is_cuda,
+            capturable=is_cuda,
+        )
+        pressure = variant.pressure(scale)
+        self.economy = Economy(scale.steps, pressure, variant.target)
+        # of every corpus the beginning, so that more repetitions see a part of what fewer see
+        texts = cache.tokens("train", device).values()
+        self.text = torch.cat([text[: len(text) // scale.repeat] for text in texts])
+        if len(self.text) <= scale.length:
+            raise DataError(
+                f"the training text must have more than {scale.length} tokens, got "
+                f"{len(self.text)}; prepare a larger cache, or lower repeat"
+            )
+        controllers = [block.attention.controller for block in self.model.model.layers]
+        static = [c.costs.item() for c in controllers if len(c.costs) == 1]
+        # parts of the mean over all layers
+        self.static_cost = sum(static) / len(controllers)
+        self.routed_share = max(1, len(controllers) - len(static)) / len(controllers)
+        self.ids = torch.zeros(scale.batch_size, scale.length, dtype=torch.long, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.figures: Tensor
+        self._plain_steps = 0
+        self.steps_done = 0
+        self.seconds = 0.0
+
+    def batch(self) -> Tensor:
+        """Sequences from anywhere in the text [B, T], int64."""
+        B, T = self.scale.batch_size, self.scale.length
+        starts = torch.randint(len(self.text) - T + 1, (B, 1)).to(self.device, non_blocking=True)
+        return self.text[starts + torch.arange(T, device=self.device)].long()
+
+    def step(self) -> Tensor:
+        """One step; task loss, KL, projected and routed cost, routing entropy, on the device."""
+        # text and routes of a step depend on nothing before it
+        torch.manual_seed(1_000_003 * (self.seed + 1) + self.steps_done)
+        self.ids.copy_(self.batch())
+        self._turn_knobs()
+        if self.graph is None:
+            figures = self._compute()
+            self._plain_steps += 1
+            if self.device == "cuda" and self._plain_steps == PLAIN_STEPS:
+                self._capture()
+        else:
+            self.graph.replay()
+            figures = self.figures
+        self.steps_done += 1
+        return figures
+
+    def _turn_knobs(self) -> None:
+        """What changes from step to step, where a captured step reads it."""
+        scale, step = self.scale, self.steps_done
+        weight = self.economy.multiplier * self.economy.value(self.economy.pressure, step)
+        is_bayesian = self.variant.controller == "bayesian"
+        self.knobs["kl_weight"].fill_(weight if is_bayesian else 0.0)
+        self.knobs["cost_weight"].fill_(0.0 if is_bayesian else weight)
+        is_held = self.variant.target is not None and self.economy.has_begun(step)
+        self.knobs["hold"].fill_(scale.hold if is_held else 0.0)
+        self.knobs["lr"].fill_(learning_rate(scale, step))
+        if self.device != "cuda":
+            for group in self.optimiser.param_groups:
+                group["lr"] = learning_rate(scale, step)
+        if step >= scale.argmax_from * scale.steps:
+            if self.model.config.training_weights != "mean":
+                # other code: captured again after some plain steps
+                self.graph, self._plain_steps = None, 0
+            self.model.config.training_weights = "mean"
+
+    def _compute(self) -> Tensor:
+        """Forward, backward and update: all of a step that runs on the device."""
+        self.optimiser.zero_grad(set_to_none=True)
+        with autocast(self.device):
+            out = self.model(
+                self.ids,
+                labels=self.ids,
+                use_cache=False,
+                output_routed_cost=True,
+                output_routing_entropy=True,
+            )
+        loss = routing_loss(
+            out.task_loss,
+            out.kl,
+            kl_weight=self.knobs["kl_weight"],
+            cost=out.projected_cost,
+            cost_weight=self.knobs["cost_weight"],
+        )
+        (loss + self.knobs["hold"] * self.below_target(out.projected_cost)).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimiser.step()
+        costs = (out.projected_cost, out.routed_cost)
+        return torch.stack([out.task_loss, out.kl, *costs, out.routing_entropy]).detach()
+
+    def _capture(self) -> None:
+        """Record a step, to be replayed: short kernels would wait for the host to launch them."""
+        torch.cuda.synchronize()
+        self.optimiser.zero_grad(set_to_none=True)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.figures = self._compute()
+
+    def window(self) -> dict[str, float]:
+        """The steps up to the next multiple of ``WINDOW`` or the end, and their means."""
+        begin, first = time.perf_counter(), self.steps_done
+        total = torch.zeros(5, device=self.device)
+        while True:
+            total += self.step()
+            if self.steps_done % WINDOW == 0 or self.steps_done == self.scale.steps:
+                break
+        num_steps = self.steps_done - first
+        loss, kl, projected_cost, routed_cost, routing_entropy = (total / num_steps).tolist()
+        believed_cost = self.of_routed_layers(projected_cost)
+        seconds = time.perf_counter() - begin
+        self.seconds += seconds
+        if not math.isfinite(loss):
+            raise ConfigError(f"the loss must be finite, got {loss}; lower it with --set lr=...")
+        if self.economy.is_watched:
+            self.economy.observe(self.steps_done, loss, routed_cost)
+        return {
+            "step": self.steps_done,
+            "loss": loss,
+            "kl": kl,
+            "projected_cost": projected_cost,
+            "routed_cost": routed_cost,
+            "believed_cost": believed_cost,
+            "routing_entropy": 100.0 * routing_entropy,  # percent, as evaluation has it
+            "pressure": self.economy.value(self.economy.pressure, self.steps_done),
+            "multiplier": self.economy.multiplier,
+            "lr": learning_rate(self.scale, self.steps_done - 1),
+            "step_ms": 1e3 * seconds / num_steps,
+            "tokens_per_s": num_steps * self.scale.batch_size * self.scale.length / seconds,
+        }
+
+    def below_target(self, projected_cost: Tensor) -> Tensor:
+        """Square of the share by which the mean cost of a batch is below its target, or 0.
+
+        What makes routes cheap can only press less, never pull back: in a short run they fell far
+        below every target and stayed there. Which tokens to spend the rest on is left to the task.
+        """
+        if self.variant.target is None:
+            return torch.zeros_like(projected_cost)
+        saved = 1.0 - self.of_routed_layers(projected_cost) / self.variant.target
+        return saved.clamp(min=0.0).square()
+
+    def of_routed_layers(self, projected_cost: Cost) -> Cost:
+        """Mean cost of the routed layers alone; routes are drawn, so it is that of the belief."""
+        return (projected_cost - self.static_cost) / self.routed_share
+
+    def save(self, path: Path) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            # by name, as a variant that goes on has parameters that this one has not
+            "optimiser": {
+                name: self.optimiser.state[parameter]
+                for name, parameter in self.model.named_parameters()
+            },
+            "economy": self.economy.state(),
+            "steps_done": self.steps_done,
+            "seconds": self.seconds,
+        }
+        # a run that is killed while it writes has the checkpoint before
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint: of this run, or of what it was before it was routed."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        found = self.model.load_state_dict(state["model"], strict=False)
+        new = [name for name in found.missing_keys if ".controller." not in name]
+        if new or found.unexpected_keys:
+            raise ConfigError(
+                f"a checkpoint must be of the same model but for controllers, and {path} is not: "
+                f"{', '.join([*new, *found.unexpected_keys])}"
+            )
+        for name, parameter in self.model.named_parameters():
+            if name in state["optimiser"]:
+                self.optimiser.state[parameter] = state["optimiser"][name]
+        self.economy.load(state["economy"])
+        self.steps_done, self.seconds = state["steps_done"], state["seconds"]
+
+
+def learning_rate(scale: Scale, step: int) -> float:
+    """Up in a straight line, then down to 0 as a cosine."""
+    warmup = max(1, round(WARMUP * scale.steps))
+    if step < warmup:
+        return scale.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, scale.steps - warmup)
+    return scale.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
