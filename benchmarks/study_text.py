@@ -16,6 +16,10 @@ when it is started again.
     python benchmarks/study_text.py time --cache runs/cache --runs runs/study
     python benchmarks/study_text.py report --runs runs/study
 
+    # a finished run as a checkpoint with a card
+    python benchmarks/study_text.py export --cache runs/cache --out checkpoint --commit 8080304 \\
+        --run runs/study/small-bayes-global-token-0.4-seed0
+
     # an eighth of the text, seen eight times as often in equal steps; runs of each its own folder
     python benchmarks/study_text.py run --cache runs/cache --out runs/repeat-8 \\
         --variant bayes-all-token-0.2 --set repeat=8
@@ -32,6 +36,7 @@ from pathlib import Path
 import study_report
 import study_run
 from study_data import Cache, prepare
+from study_export import export
 from study_jobs import Job, run_command, run_side_by_side, say
 from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 
@@ -117,6 +122,13 @@ def time_all(args: argparse.Namespace) -> int:
     return 0
 
 
+def export_run(args: argparse.Namespace) -> int:
+    cache = Cache.open(args.cache)
+    figures = export(cache, args.run, args.out, commit=args.commit, num_tokens=args.tokens)
+    say(f"{args.out}: loss {figures['loss']:.4f}, {figures['exact']:.4f} before rounding")
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,6 +172,14 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--seed", type=int, default=0, help="the seed whose runs are timed")
     command.add_argument("--repeats", type=int, default=20)
     command.set_defaults(call=time_all)
+
+    command = commands.add_parser("export", help="a finished run as a checkpoint with a card")
+    command.add_argument("--cache", type=Path, required=True)
+    command.add_argument("--run", type=Path, required=True, help="folder of the run")
+    command.add_argument("--out", type=Path, required=True, help="folder to make")
+    command.add_argument("--commit", required=True, help="of the code it was trained with")
+    command.add_argument("--tokens", type=int, default=1 << 16, help="of each corpus, to check it")
+    command.set_defaults(call=export_run)
 
     command = commands.add_parser("report", help="table, report.json and plots")
     command.add_argument("--runs", type=Path, required=True)

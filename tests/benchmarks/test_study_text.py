@@ -11,7 +11,9 @@ import study_text
 import torch
 from study_data import Cache, prepare
 from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
+from transformers import PreTrainedTokenizerFast
 
+from meta_attention import MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.training.corpus import embedded_corpus
 
@@ -274,6 +276,24 @@ def test_every_variant_is_a_model_of_every_scale(name):
     for scale in SCALES.values():
         config = find_variant(name).model_config(scale, 4096)
         assert len(config.layer_experts) == scale.layers
+
+
+def test_an_exported_run_loads_with_its_tokenizer_and_says_what_it_is(cache, tmp_path):
+    name = "bayes-global-token-0.4"
+    study_run.run(cache, tmp_path, name, 0, "tiny", changes=["eval_tokens=128"])
+    run, out = tmp_path / f"tiny-{name}-seed0", tmp_path / "exported"
+    options = ["--cache", str(cache.folder), "--run", str(run), "--out", str(out)]
+    options += ["--commit", "abc1234"]
+    assert study_text.main(["export", *options, "--tokens", "128"]) == 0
+    model = MetaAttentionForCausalLM.from_pretrained(out)
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.model.layers[3].attention.controller.mlp[0].weight.dtype == torch.float32
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+    assert len(tokenizer) == cache.vocab_size
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    card = (out / "README.md").read_text()
+    assert "`bayes-global-token-0.4` of commit abc1234, with eval_tokens=128." in card
+    assert study_text.main(["export", *options]) == 2
 
 
 def test_errors_say_what_to_do(tmp_path, capsys):
