@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meta_attention.config import MetaAttentionConfig
+from meta_attention.config import MetaAttentionConfig, RoutingName
 from meta_attention.experts import (
     Expert,
     Heads,
@@ -22,9 +22,11 @@ from meta_attention.experts import (
     keep_listed,
 )
 from meta_attention.layers.cache import DecodeStep, RoutedCacheLayer
-from meta_attention.ops.route_plan import RoutePlan
+from meta_attention.ops.route_merge import route_merge, take_chosen
+from meta_attention.ops.route_plan import RoutePlan, plan_routes
 from meta_attention.ops.routed_attention import routed_attention
 from meta_attention.ops.routed_decode import LinearStep, routed_decode
+from meta_attention.routing import Routes
 
 
 class HeadsKind(NamedTuple):
@@ -60,6 +62,37 @@ class ExpertExecution:
             )
             for index, expert in enumerate(experts)
         ]
+
+    def plan(
+        self, routes: Routes, is_padding: Tensor | None, routing: RoutingName
+    ) -> RoutePlan | None:
+        """Which tokens each expert works on; None where all experts work on all tokens."""
+        if routing == "soft" or len(self.experts) == 1:
+            return None
+        if routes.weights.requires_grad and self.config.route_gradient == "all":
+            # a straight-through gradient reads the rows that were not chosen, too
+            return None
+        return plan_routes(
+            routes.weights,
+            mask=None if is_padding is None else ~is_padding,
+            is_exclusive=routing == "hard",
+            impl=self.config.impl,
+        )
+
+    def merge(self, rows: list[Tensor], routes: Routes, plan: RoutePlan | None) -> Tensor:
+        """Weighted sum [B, T, H * P] of rows before a shared output projection."""
+        if len(rows) == 1 and plan is None:
+            return rows[0]  # of one expert, which has all the weight
+        weights, shape = routes.weights, rows[0].shape
+        if weights.dim() == 4:
+            # the heads of a group have weights of their own, as if they were a token
+            weights = weights.flatten(1, 2)  # [B, T * G, E]
+            rows = [row.reshape(*weights.shape[:2], -1) for row in rows]
+        if plan is not None and plan.is_exclusive:
+            merged = take_chosen(weights, rows[0])
+        else:
+            merged = route_merge(weights, rows, only_listed=plan is not None, impl=self.config.impl)
+        return merged.reshape(shape)
 
     def on_all(
         self, heads: HeadsByKind, x: Tensor, mask: Tensor | None, memory: RoutedCacheLayer | None
