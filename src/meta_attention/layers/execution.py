@@ -21,7 +21,7 @@ from meta_attention.experts import (
     SoftmaxExpert,
     keep_listed,
 )
-from meta_attention.layers.cache import DecodeStep, RoutedCacheLayer
+from meta_attention.layers.cache import DecodeStep, LayerMemory
 from meta_attention.ops.route_merge import route_merge, take_chosen
 from meta_attention.ops.route_plan import RoutePlan, plan_routes
 from meta_attention.ops.routed_attention import routed_attention
@@ -95,7 +95,7 @@ class ExpertExecution:
         return merged.reshape(shape)
 
     def on_all(
-        self, heads: HeadsByKind, x: Tensor, mask: Tensor | None, memory: RoutedCacheLayer | None
+        self, heads: HeadsByKind, x: Tensor, mask: Tensor | None, memory: LayerMemory | None
     ) -> list[Tensor]:
         """Rows [B, T, H * P] of every expert."""
         with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
@@ -119,7 +119,7 @@ class ExpertExecution:
         heads: HeadsByKind,
         x: Tensor,
         mask: Tensor | None,
-        memory: RoutedCacheLayer | None,
+        memory: LayerMemory | None,
         plan: RoutePlan,
     ) -> list[Tensor]:
         """Rows [B, T, H * P] of every expert for its own tokens; one for all under hard routing."""
@@ -183,7 +183,7 @@ class ExpertExecution:
             memory.advance(x.shape[1])
         return [buffer.flatten(2) for buffer in buffers]
 
-    def can_run_newest(self, heads: HeadsByKind, memory: RoutedCacheLayer) -> bool:
+    def can_run_newest(self, heads: HeadsByKind, memory: LayerMemory) -> bool:
         """Whether :meth:`on_newest` knows these experts and heads.
 
         It does not know experts with projections or algorithms of their own, and has no gradient.
@@ -205,7 +205,7 @@ class ExpertExecution:
         x: Tensor,
         weights: Tensor,
         step: DecodeStep,
-        memory: RoutedCacheLayer,
+        memory: LayerMemory,
     ) -> Tensor:
         """Rows [B, 1, H * P] of the newest tokens, their experts summed by weight.
 
@@ -265,7 +265,7 @@ class ExpertExecution:
         merged = rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
         return merged.to(newest.query.dtype).flatten(1).unsqueeze(1)
 
-    def _linear_step(self, index: int, heads: HeadsByKind, memory: RoutedCacheLayer) -> LinearStep:
+    def _linear_step(self, index: int, heads: HeadsByKind, memory: LayerMemory) -> LinearStep:
         """The newest tokens as the linear expert sees them, and its state."""
         own = heads[self.kinds[index]]
         B, _, K, P = own.key.shape
@@ -295,7 +295,7 @@ class ExpertExecution:
         self,
         heads: HeadsByKind,
         mask: Tensor | None,
-        memory: RoutedCacheLayer | None,
+        memory: LayerMemory | None,
         T: int,
     ) -> tuple[HeadsByKind, Tensor | None, Tensor | None]:
         """Heads that see the cache, and the masks of the new tokens and of all they see."""
@@ -307,7 +307,7 @@ class ExpertExecution:
         # a window may have dropped the oldest keys
         return with_past, new_mask, None if mask is None else mask[:, mask.shape[1] - kept :]
 
-    def _remember(self, heads: HeadsByKind, memory: RoutedCacheLayer) -> HeadsByKind:
+    def _remember(self, heads: HeadsByKind, memory: LayerMemory) -> HeadsByKind:
         """Add keys and values to the cache; heads that see all of it, for experts that look."""
         kinds = self._kinds_kept()
         if not kinds:

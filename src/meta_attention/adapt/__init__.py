@@ -1,0 +1,35 @@
+"""Pretrained models, routed: their weights stay, a small router is new.
+
+The package can be called: ``from meta_attention import adapt`` is the function, also after this
+module of the same name was imported.
+"""
+
+import sys
+from types import ModuleType
+
+from meta_attention.adapt.config import AdaptConfig, Shape
+from meta_attention.adapt.families import Family, known_families, register_family
+from meta_attention.adapt.model import adapt, freeze_base
+from meta_attention.adapt.router import Record, Router, collect_routing, routed_as, routers_of
+
+__all__ = [
+    "AdaptConfig",
+    "Family",
+    "Record",
+    "Router",
+    "Shape",
+    "adapt",
+    "collect_routing",
+    "freeze_base",
+    "known_families",
+    "register_family",
+    "routed_as",
+    "routers_of",
+]
+
+
+class _Callable(ModuleType):
+    __call__ = staticmethod(adapt)
+
+
+sys.modules[__name__].__class__ = _Callable
