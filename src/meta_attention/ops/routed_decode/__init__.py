@@ -94,9 +94,8 @@ def routed_decode(
         if name != "weights" and tensor.is_floating_point():
             raise ShapeError(f"{name} must be of whole numbers, got {tensor.dtype}")
 
-    rows = (length, start, is_token)
-    scores = (num_sinks, scale, softcap)
-    arguments = (query, key, value, weights, windows, *rows, linear, *scores)
+    state = (length, start, is_token, linear)
+    arguments = (query, key, value, weights, windows, *state, num_sinks, scale, softcap)
     if choose_impl("routed_decode", impl, query) == "triton":
         from meta_attention.ops.routed_decode.kernel import routed_decode_triton
 

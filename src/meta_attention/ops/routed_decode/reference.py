@@ -68,7 +68,8 @@ def routed_decode_reference(
                         seen = [torch.cat(pair, dim=2) for pair in zip(parts, seen, strict=True)]
                     row = masked_attention(
                         queries[b, g, None, :, None],  # [1, heads, 1, P]
-                        *seen,
+                        seen[0],
+                        seen[1],
                         None,
                         scale,
                         softcap,
