@@ -1,6 +1,7 @@
 """Routed attention: listed queries only, exact, in every implementation, gradients included."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,17 @@ class Case:
     is_exclusive: bool = True
     routes: str = "mixed"
     marks: str = "none"
+    num_sinks: int = 0
+    scale: float | None = None
+    softcap: float | None = None
 
     @property
     def windows(self) -> dict[int, int | None]:
         return {0: None, 2: self.window}
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        return {"num_sinks": self.num_sinks, "scale": self.scale, "softcap": self.softcap}
 
     def __str__(self) -> str:
         changed = {k: v for k, v in vars(self).items() if v != getattr(Case(), k)}
@@ -95,6 +103,7 @@ def run(case: Case, inputs: list[Tensor], impl: Impl) -> dict[str, Tensor]:
         case.windows,
         causal=case.causal,
         mask=None if mask is None else mask.to(device),
+        **case.scores,
         impl=impl,
     )
     upstream = torch.linspace(-1, 1, rows.numel(), device=device).view_as(rows).to(rows.dtype)
@@ -114,7 +123,13 @@ def define(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     buffers = []
     for index, window in case.windows.items():
         dense = naive_local_attention(
-            padded, key, value, window=window or 10**6, causal=case.causal, mask=mask
+            padded,
+            key,
+            value,
+            window=window or 10**6,
+            causal=case.causal,
+            mask=mask,
+            **case.scores,
         )[:, case.past :]
         listed = plan.list_of(index).is_listed(case.T)
         listed = listed.repeat_interleave(case.H // listed.shape[2], dim=2).unsqueeze(-1)
@@ -156,6 +171,21 @@ CASES = [
     Case(marks="gap"),
     Case(marks="documents"),
     Case(marks="documents", causal=False, is_exclusive=False, T=90),
+    Case(num_sinks=4),
+    Case(num_sinks=4, T=63, P=24, H=2, K=1, window=1),
+    Case(num_sinks=4, T=100, window=1000),
+    Case(num_sinks=40, T=90, window=3),  # more than the window, and than a tile
+    Case(num_sinks=200, T=70),  # more than there are
+    Case(num_sinks=3, T=1, past=70),
+    Case(num_sinks=3, past=37, G=2, routes="local"),
+    Case(num_sinks=5, is_exclusive=False, G=2, marks="left"),
+    Case(num_sinks=30, marks="gap"),
+    Case(num_sinks=3, marks="documents"),
+    Case(num_sinks=30, window=4, causal=False, T=90),
+    Case(num_sinks=7, window=3, marks="documents", causal=False, T=90),
+    Case(scale=0.3),
+    Case(softcap=1.5),
+    Case(softcap=50.0, scale=0.5, num_sinks=4, marks="left", is_exclusive=False, T=90),
 ]
 
 
@@ -190,6 +220,7 @@ def test_rows_in_parts_are_the_definition(sizes, monkeypatch):
             case.windows,
             causal=case.causal,
             mask=mask,
+            **case.scores,
             impl="reference",
         )
         expected = define(case, torch.float64)["rows"]

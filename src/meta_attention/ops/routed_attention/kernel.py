@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from meta_attention.errors import ShapeError
+from meta_attention.errors import BackendUnavailableError, ShapeError
 from meta_attention.ops.heads import as_matrix, last_contiguous
 from meta_attention.ops.launch import apply, ceil_div, compute_capability, launch, next_power_of_2
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
@@ -442,7 +442,14 @@ def routed_attention_triton(
     causal: bool,
     mask: Tensor | None,
     rows: Tensor | None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
+    if num_sinks > 0 or scale is not None or softcap is not None:
+        raise BackendUnavailableError(
+            "kernels have no sinks, scale or soft-cap yet; pass impl='reference'"
+        )
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meta_attention.errors import BackendUnavailableError
 from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.launch import ceil_div, next_power_of_2
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
@@ -433,7 +434,14 @@ def routed_decode_triton(
     start: Tensor | None,
     is_token: Tensor | None,
     linear: LinearStep | None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
+    if num_sinks > 0 or scale is not None or softcap is not None:
+        raise BackendUnavailableError(
+            "kernels have no sinks, scale or soft-cap yet; pass impl='reference'"
+        )
     B, H, P = query.shape
     K, S = key.shape[1:3]
     group = H // K
