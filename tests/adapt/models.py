@@ -43,6 +43,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
 }
 GROUPED: dict[str, Any] = COMMON | {"num_key_value_heads": 2}
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 
 # name: model, config; with whatever of a family changes attention
@@ -50,9 +51,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**GROUPED)),
     "qwen2": (
         Qwen2ForCausalLM,
-        Qwen2Config(
-            **GROUPED, use_sliding_window=True, sliding_window=5, layer_types=LAYER_TYPES
-        ),
+        Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=5, layer_types=LAYER_TYPES),
     ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**GROUPED, head_dim=12)),
     "mistral": (MistralForCausalLM, MistralConfig(**GROUPED, sliding_window=None)),
@@ -80,7 +79,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     ),
     "phi3": (
         Phi3ForCausalLM,
-        Phi3Config(**GROUPED, partial_rotary_factor=0.5, sliding_window=None),
+        Phi3Config(**GROUPED, rope_parameters=PARTIAL_ROPE, sliding_window=None),
     ),
     "gpt2": (
         GPT2LMHeadModel,
@@ -112,10 +111,11 @@ def build(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: PreTrainedModel = cls(config)
-    for norm in model.modules():
-        if "norm" in type(norm).__name__.lower() and hasattr(norm, "weight"):
-            # as trained ones are: not the same for every channel
-            torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+        for norm in model.modules():
+            if "norm" in type(norm).__name__.lower():
+                for parameter in norm.parameters():
+                    # as trained ones are: not the same for every channel
+                    nn.init.uniform_(parameter, 0.5, 1.5)
     return model.eval()
 
 

@@ -7,6 +7,7 @@ module of the same name was imported.
 import sys
 from types import ModuleType
 
+from meta_attention.adapt.adapters import load_adapter, read_card, save_adapter
 from meta_attention.adapt.config import AdaptConfig, Shape
 from meta_attention.adapt.families import Family, known_families, register_family
 from meta_attention.adapt.model import adapt, freeze_base
@@ -22,9 +23,12 @@ __all__ = [
     "collect_routing",
     "freeze_base",
     "known_families",
+    "load_adapter",
+    "read_card",
     "register_family",
     "routed_as",
     "routers_of",
+    "save_adapter",
 ]
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,

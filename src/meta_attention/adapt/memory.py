@@ -54,8 +54,10 @@ class WithStates(CacheLayerMixin):
 
 
 @cache
-def _with_states(cls: type) -> type:
-    return type(f"{cls.__name__}WithStates", (WithStates, cls), {"is_croppable": False, "_layer_type": None})
+def _with_states(cls: type[Any]) -> type[Any]:
+    return type(
+        f"{cls.__name__}WithStates", (WithStates, cls), {"is_croppable": False, "_layer_type": None}
+    )
 
 
 def self_attention_cache(past_key_values: object) -> Cache | None:
@@ -87,7 +89,7 @@ class BaseMemory:
             return
         if not isinstance(layer, WithStates):
             # the object stays: others hold it
-            layer.__class__ = _with_states(type(layer))
+            layer.__class__ = _with_states(type(layer))  # type: ignore[arg-type]
             layer.states, layer.num_seen = {}, 0
         past = keys.shape[2] - num_new
         if layer.num_seen != past:

@@ -43,9 +43,7 @@ def adapt(model: ModelType, config: AdaptConfig | None = None, **settings: Any) 
     adaptation = Adaptation(
         family,
         config,
-        config.for_base(
-            family.shape(model.config), causal=family.causal, use_rope=family.use_rope
-        ),
+        config.for_base(family.shape(model.config), causal=family.causal, use_rope=family.use_rope),
         layers,
     )
     routers = {index: Router(adaptation, index) for index in layers}

@@ -301,7 +301,7 @@ class Router(nn.Module):
                     "position_embeddings that this module was not called with; leave them out of "
                     "experts, or register the family with use_rope=False"
                 )
-            plain = [unrotate(x, *rotation) for x in (own.query, own.key)]
+            plain = (unrotate(own.query, *rotation), unrotate(own.key, *rotation))
             heads[HeadsKind(0, False)] = Heads(*plain, own.value)
         return heads
 
