@@ -8,6 +8,7 @@ import sys
 from types import ModuleType
 
 from meta_attention.adapt.adapters import load_adapter, read_card, save_adapter
+from meta_attention.adapt.bases import is_installed, load_base, load_tokenizer
 from meta_attention.adapt.config import AdaptConfig, Shape
 from meta_attention.adapt.families import Family, known_families, register_family
 from meta_attention.adapt.model import adapt, freeze_base
@@ -22,8 +23,11 @@ __all__ = [
     "adapt",
     "collect_routing",
     "freeze_base",
+    "is_installed",
     "known_families",
     "load_adapter",
+    "load_base",
+    "load_tokenizer",
     "read_card",
     "register_family",
     "routed_as",

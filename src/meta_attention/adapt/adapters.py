@@ -58,7 +58,7 @@ def save_adapter(
     card = {
         "format": FORMAT,
         "base": {
-            "name": base or pretrained.config._name_or_path or None,
+            "name": base or _name_of(pretrained),
             **_description(pretrained),
             "weights": sample_weights(pretrained),
         },
@@ -182,6 +182,12 @@ def _description(model: PreTrainedModel) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "windows": [family.has_window(config, i) for i in range(shape.num_hidden_layers)],
     }
+
+
+def _name_of(model: PreTrainedModel) -> str | None:
+    """What it was loaded from; of a folder only the last part, which others may have, too."""
+    name: str | None = model.config._name_or_path or None
+    return Path(name).resolve().name if name and Path(name).exists() else name
 
 
 def _pretrained(model: nn.Module) -> PreTrainedModel:

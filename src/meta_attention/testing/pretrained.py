@@ -1,4 +1,8 @@
-"""Small random models of every family that can be adapted, and the routes of tests."""
+"""Small random models of every family that can be adapted, and what tests feed them.
+
+They have whatever of their family changes attention: grouped heads, norms of heads, windows,
+scales, soft-caps, rotation of some channels only.
+"""
 
 from typing import Any
 
@@ -26,7 +30,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from meta_attention.adapt import routers_of
+from meta_attention.controller.controllers import MLPController
 
 VOCABULARY = 61
 
@@ -46,7 +50,7 @@ GROUPED: dict[str, Any] = COMMON | {"num_key_value_heads": 2}
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 
-# name: model, config; with whatever of a family changes attention
+# name: model, config
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**GROUPED)),
     "qwen2": (
@@ -101,7 +105,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 DECODERS = [name for name in FAMILIES if name != "bert"]
 
 
-def build(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
+def build_base(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     """A random model of a family, the same for the same seed."""
     cls, config = FAMILIES[name]
     config = type(config)(**(config.to_dict() | options))
@@ -119,25 +123,27 @@ def build(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def randomise(model: nn.Module, seed: int = 1, scale: float = 4.0) -> None:
-    """Routers that send about as many tokens to every expert."""
+def randomise_controllers(model: nn.Module, seed: int = 1, scale: float = 4.0) -> None:
+    """Give all controllers weights under which tokens differ in their routes."""
     generator = torch.Generator().manual_seed(seed)
-    for router in routers_of(model):
-        for name, parameter in router.controller.named_parameters():
-            if name.endswith("bias"):
-                parameter.data.zero_()
-            else:
+    for controller in model.modules():
+        if not isinstance(controller, MLPController):
+            continue
+        for parameter in controller.parameters():
+            drawn = torch.zeros(parameter.shape)
+            if parameter.dim() == 2:
                 drawn = torch.randn(parameter.shape, generator=generator)
-                parameter.data.copy_(drawn * scale / parameter.shape[1] ** 0.5)
+                drawn *= scale / parameter.shape[1] ** 0.5
+            parameter.data.copy_(drawn)
 
 
-def tokens(B: int, T: int, seed: int = 0) -> Tensor:
+def draw_tokens(B: int, T: int, seed: int = 0) -> Tensor:
     """Random tokens [B, T], none of them padding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (B, T), generator=generator)
 
 
-def pad(ids: Tensor, lengths: list[int], side: str) -> tuple[Tensor, Tensor]:
+def pad_rows(ids: Tensor, lengths: list[int], side: str) -> tuple[Tensor, Tensor]:
     """The first tokens of each row, as many as ``lengths`` says, padded to one length."""
     B, T = len(lengths), max(lengths)
     padded, mask = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T, dtype=torch.long)
@@ -148,7 +154,7 @@ def pad(ids: Tensor, lengths: list[int], side: str) -> tuple[Tensor, Tensor]:
     return padded, mask
 
 
-def output(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
+def predict(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
     """Logits, or the hidden states of an encoder."""
     out = model(ids, **kwargs)
     found: Tensor = out.last_hidden_state if "last_hidden_state" in out else out.logits
