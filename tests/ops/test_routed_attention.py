@@ -177,15 +177,15 @@ CASES = [
     Case(num_sinks=40, T=90, window=3),  # more than the window, and than a tile
     Case(num_sinks=200, T=70),  # more than there are
     Case(num_sinks=3, T=1, past=70),
-    Case(num_sinks=3, past=37, G=2, routes="local"),
-    Case(num_sinks=5, is_exclusive=False, G=2, marks="left"),
-    Case(num_sinks=30, marks="gap"),
-    Case(num_sinks=3, marks="documents"),
-    Case(num_sinks=30, window=4, causal=False, T=90),
-    Case(num_sinks=7, window=3, marks="documents", causal=False, T=90),
-    Case(scale=0.3),
-    Case(softcap=1.5),
-    Case(softcap=50.0, scale=0.5, num_sinks=4, marks="left", is_exclusive=False, T=90),
+    Case(num_sinks=3, T=66, past=37, G=2),
+    Case(num_sinks=5, T=70, is_exclusive=False, G=2, marks="left"),
+    Case(num_sinks=30, T=70, window=9, marks="gap"),
+    Case(num_sinks=3, T=91, window=5, marks="documents"),
+    Case(num_sinks=30, T=70, window=4, causal=False),
+    Case(num_sinks=7, T=70, window=3, marks="documents", causal=False),
+    Case(scale=0.3, T=40),
+    Case(softcap=1.5, T=70),
+    Case(softcap=50.0, scale=0.5, num_sinks=4, T=66, marks="left", is_exclusive=False),
 ]
 
 
@@ -282,6 +282,19 @@ HALF_CASES = [
     Case(T=600, P=128, marks="left"),
     Case(T=600, P=128, marks="documents"),
     Case(T=600, P=64, causal=False),
+    Case(T=700, P=64, H=6, K=2, num_sinks=4, window=256),
+    Case(T=600, P=128, num_sinks=4, window=100, G=2),
+    Case(T=500, P=64, num_sinks=4, window=50, past=333, is_exclusive=False),
+    Case(T=600, P=128, num_sinks=4, window=64, marks="left"),
+    Case(T=600, P=64, num_sinks=3, window=10, marks="documents"),
+    Case(T=400, P=96, num_sinks=200, window=50),
+    Case(T=400, P=64, num_sinks=1000, window=50),
+    Case(T=400, P=64, num_sinks=100, window=1000),
+    Case(T=400, P=64, num_sinks=100, window=20, causal=False),
+    Case(T=1, P=128, past=700, num_sinks=4, window=100),
+    Case(T=600, P=128, scale=0.2),
+    Case(T=600, P=256, softcap=50.0, scale=0.0625, num_sinks=4, window=100),
+    Case(T=600, P=64, softcap=2.0, marks="left"),
 ]
 
 
