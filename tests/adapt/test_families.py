@@ -2,12 +2,18 @@
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from meta_attention import adapt
 from meta_attention.adapt import Family, families, known_families, register_family, routers_of
 from meta_attention.errors import ConfigError
-from meta_attention.testing.pretrained import FAMILIES, build_base, draw_tokens, predict
+from meta_attention.testing.pretrained import (
+    FAMILIES,
+    build_base,
+    draw_tokens,
+    predict,
+    randomise_controllers,
+)
 
 
 def build_neox():
@@ -47,3 +53,7 @@ def test_a_registered_family_is_adapted(monkeypatch):
     adapt(model, experts=("full", "local", "linear"), window_size=4)
     torch.testing.assert_close(predict(model, ids), expected, rtol=0.0, atol=1e-5)
     assert len(routers_of(model)) == 2
+    randomise_controllers(model)
+    expected, cache = predict(model, ids), DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([9, 6, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0.0, atol=5e-5)

@@ -5,7 +5,7 @@ import torch
 
 from meta_attention import adapt
 from meta_attention.adapt import collect_routing, routed_as, routers_of
-from meta_attention.adapt.router import unrotate
+from meta_attention.adapt.router import Inputs, unrotate
 from meta_attention.errors import ConfigError
 from meta_attention.layers import execution
 from meta_attention.ops.rotary import rotate
@@ -195,6 +195,41 @@ def test_the_linear_expert_sees_heads_without_positions():
     query = layer.q_proj(model.model.layers[0].input_layernorm(model.model.embed_tokens.weight[7]))
     expected = query.view(1, 1, 4, 8).expand(1, 9, 4, 8)
     torch.testing.assert_close(seen[0].query, expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_router_holds_no_hidden_states_after_its_call():
+    model = make_routed()
+    for way in ("full", "hard"):
+        with routed_as(model, way):
+            model(draw_tokens(2, 12))
+        assert [router.inputs for router in routers_of(model)] == [None, None]
+
+
+@torch.no_grad()
+def test_heads_have_one_precision_under_autocast(monkeypatch):
+    """Kernels refuse others; the base rotates queries and keys in float32 there."""
+    seen = []
+
+    def note(query, key, value, *args, **kwargs):
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return routed_attention(query, key, value, *args, **kwargs)
+
+    routed_attention = execution.routed_attention
+    monkeypatch.setattr(execution, "routed_attention", note)
+    model = make_routed()
+    with torch.autocast("cpu", torch.bfloat16):
+        for use_cache in (False, True):
+            model(draw_tokens(2, 12), use_cache=use_cache)
+    assert seen == [{torch.bfloat16}] * 4
+
+
+def test_keys_that_come_from_nowhere_are_refused():
+    router = routers_of(make_routed())[0]
+    heads = torch.zeros(1, 4, 6, 8)
+    router.inputs = Inputs(torch.zeros(1, 3, 32), None, None)
+    with pytest.raises(ConfigError, match="6 keys came for 3 tokens without a cache"):
+        router(heads[:, :, :3], heads[:, :2], heads[:, :2], None, scale=None, softcap=None)
 
 
 def test_an_attention_function_on_its_own_is_refused():

@@ -38,8 +38,8 @@ def remember_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     router: Router = module.router  # type: ignore[assignment]
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     rotation = kwargs.get("position_embeddings")
-    cache = self_attention_cache(kwargs.get("past_key_values"))
-    router.inputs = Inputs(x, cache, rotation)
+    caches = (self_attention_cache(given) for given in (*kwargs.values(), *args))
+    router.inputs = Inputs(x, next((c for c in caches if c is not None), None), rotation)
 
 
 def attend(
@@ -59,7 +59,9 @@ def attend(
     Attention dropout is the base's own: routed layers have none.
     """
     router = getattr(module, "router", None)
-    if isinstance(router, Router) and not router.is_bypassed:
+    if isinstance(router, Router) and router.is_bypassed:
+        router.inputs = None  # a whole text, of every layer
+    elif isinstance(router, Router):
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ConfigError(
                 "an adapted model takes an attention_mask [B, S] of 1 for tokens and 0 for "

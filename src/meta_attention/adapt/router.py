@@ -208,10 +208,20 @@ class Router(nn.Module):
             ``[B, T, H, P]``, zero for padding.
         """
         inputs = self._take_inputs()
-        B, _, T, _ = query.shape
+        B, _, T, P = query.shape
         key, value, mask = self._filled(key, value, mask, inputs.cache)
+        if inputs.cache is None and key.shape[2] != T:
+            raise ConfigError(
+                f"{key.shape[2]} keys came for {T} tokens without a cache of Transformers; this "
+                "family keeps them where its router does not see"
+            )
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            # rotation and caches may have left them in another precision
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (x.to(dtype) for x in (query, key, value))
         layout = self.adaptation.layout(mask, B, T, key.shape[2], query.device)
-        self._set_scores(scale, softcap)
+        self._set_scores(None if scale == P**-0.5 else scale, softcap)
         x = inputs.x.to(query.device)
         if layout.is_padding is not None:
             # padding may hold anything, also what 0 * x would not remove
@@ -240,7 +250,7 @@ class Router(nn.Module):
         if layout.is_padding is not None:
             merged = merged.masked_fill(layout.is_padding.unsqueeze(-1), 0.0)
         self._record(x, posterior, routes, layout.is_padding)
-        return merged.unflatten(-1, (-1, query.shape[-1]))
+        return merged.unflatten(-1, (-1, P))
 
     def _take_inputs(self) -> Inputs:
         inputs, self.inputs = self.inputs, None
@@ -330,9 +340,11 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Where only the first channels are rotated, the others are as they were. Tables may be scaled.
     """
     width = cos.shape[-1]
-    cos, sin = cos.to(x.device), sin.to(x.device)
+    # rounded tables are no rotation; undone as they are, in more precision than they have
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(x.device, wide), sin.to(x.device, wide)
     size = cos.square() + sin.square()
-    plain = rotate(x[..., :width].contiguous(), cos / size, -sin / size, impl="reference")
+    plain = rotate(x[..., :width], cos / size, -sin / size, impl="reference")
     return plain if width == x.shape[-1] else torch.cat([plain, x[..., width:]], dim=-1)
 
 
