@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import CacheError, ShapeError
-from meta_attention.experts import Expert, RecurrentExpert, build_experts
+from meta_attention.experts import Expert, RecurrentExpert, SoftmaxExpert, build_experts
 from meta_attention.ops.heads import check_mask
 
 
@@ -145,15 +145,16 @@ class RoutedCacheLayer(DynamicLayer):
 
     Args:
         experts: The experts of the layer by name. Keys and values are kept when any of them reads
-            them, and only as far back as the farthest-reaching one looks.
+            them, and only as far back as the farthest-reaching one looks; with sinks, all.
         has_conv: A convolution makes queries, keys and values; its last inputs are states, too.
     """
 
     def __init__(self, experts: Mapping[str, Expert], has_conv: bool = False) -> None:
         super().__init__()
         reaches = [e.reach for e in experts.values() if not isinstance(e, RecurrentExpert)]
-        # which counts positions, padding included
-        self.has_window = has_conv or any(reach is not None for reach in reaches)
+        windows = [e.window for e in experts.values() if isinstance(e, SoftmaxExpert)]
+        # which counts positions, padding included; with sinks it reaches farther than itself
+        self.has_window = has_conv or any(n is not None for n in (*reaches, *windows))
         self.window = None if None in reaches else max((r for r in reaches if r), default=0)
         has_states = has_conv or len(reaches) < len(experts)
         self.is_croppable = self.window is None and not has_states

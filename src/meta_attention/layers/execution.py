@@ -7,7 +7,7 @@ Shapes: B batch, T sequence, D width, H heads, P head width, E experts, G key-va
 has a route of its own, otherwise 1.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,20 @@ class HeadsKind(NamedTuple):
 
 
 HeadsByKind = dict[HeadsKind, Heads]
+
+
+class SoftmaxCall(NamedTuple):
+    """What softmax experts that run in one kernel have in common."""
+
+    kind: HeadsKind
+    num_sinks: int
+    scale: float | None
+    softcap: float | None
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Arguments of the attention functions."""
+        return {"num_sinks": self.num_sinks, "scale": self.scale, "softcap": self.softcap}
 
 
 class ExpertExecution:
@@ -137,16 +151,18 @@ class ExpertExecution:
         else:
             buffers = [torch.empty_like(query)]
 
-        for kind, windows in self._windows_by_kind().items():
+        for call, windows in self._softmax_calls().items():
+            seen = with_past[call.kind]
             rows = routed_attention(
-                with_past[kind].query,
-                with_past[kind].key,
-                with_past[kind].value,
+                seen.query,
+                seen.key,
+                seen.value,
                 plan,
                 windows,
                 causal=self.config.causal,
                 mask=past_mask,
                 rows=buffers[0] if shares else None,
+                **call.scores,
                 impl=self.config.impl,
             )
             for slot, index in enumerate(windows):
@@ -186,8 +202,11 @@ class ExpertExecution:
     def can_run_newest(self, heads: HeadsByKind, memory: LayerMemory) -> bool:
         """Whether :meth:`on_newest` knows these experts and heads.
 
-        It does not know experts with projections or algorithms of their own, and has no gradient.
+        It does not know experts with projections or algorithms of their own, nor softmax experts
+        that differ in more than their window, and has no gradient.
         """
+        if len(self._softmax_calls()) > 1:
+            return False
         kinds = self._kinds_kept()
         others = [type(e) for e in self.experts if not isinstance(e, SoftmaxExpert)]
         has_own_projections = len({kind.projections for kind in heads}) > 1
@@ -213,16 +232,16 @@ class ExpertExecution:
         a say in what becomes of its rows.
         """
         weights = weights.squeeze(1) if weights.dim() == 4 else weights  # [B, G, E]
-        windows: dict[int, int | None] = {}
         finished: dict[int, SoftmaxExpert] = {}
         linear = None
         for index, expert in enumerate(self.experts):
-            if isinstance(expert, SoftmaxExpert):
-                windows[index] = expert.window
-                if expert.has_finish:
-                    finished[index] = expert
-            else:
+            if not isinstance(expert, SoftmaxExpert):
                 linear = self._linear_step(index, heads, memory)
+            elif expert.has_finish:
+                finished[index] = expert
+        calls = self._softmax_calls()  # one, if any
+        windows: dict[int, int | None] = next(iter(calls.values()), {})
+        scores: dict[str, Any] = next((call.scores for call in calls), {})
 
         kinds = self._kinds_kept()
         newest = heads[kinds[0] if kinds else self.kinds[0]]
@@ -246,6 +265,7 @@ class ExpertExecution:
                 start=start,
                 is_token=step.is_token,
                 linear=linear,
+                **scores,
                 impl=self.config.impl,
             )
 
@@ -277,13 +297,17 @@ class ExpertExecution:
         query, key, value = (x.squeeze(1) for x in (own.query, own.key, own.value))
         return LinearStep(index, query, key, value, memory.open_state(self.names[index], zeros))
 
-    def _windows_by_kind(self) -> dict[HeadsKind, dict[int, int | None]]:
-        """Softmax experts, by the heads they see: those of one kind run in one kernel."""
-        windows: dict[HeadsKind, dict[int, int | None]] = {}
-        for index, expert in enumerate(self.experts):
-            if isinstance(expert, SoftmaxExpert):
-                windows.setdefault(self.kinds[index], {})[index] = expert.window
-        return windows
+    def _softmax_calls(self) -> dict[SoftmaxCall, dict[int, int | None]]:
+        """Windows of the softmax experts, by what they have in common: these run in one kernel."""
+        experts = {i: e for i, e in enumerate(self.experts) if isinstance(e, SoftmaxExpert)}
+        # an expert without a window sees all sinks, and runs along with those that have one
+        sinks = max((e.num_sinks for e in experts.values() if e.window is not None), default=0)
+        calls: dict[SoftmaxCall, dict[int, int | None]] = {}
+        for index, expert in experts.items():
+            num_sinks = sinks if expert.window is None else expert.num_sinks
+            call = SoftmaxCall(self.kinds[index], num_sinks, expert.scale, expert.softcap)
+            calls.setdefault(call, {})[index] = expert.window
+        return calls
 
     def _leaves_gaps(self, mask: Tensor | None) -> bool:
         """Whether rows may be read that nobody has written: those of padding, say."""
