@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, pipeline
+from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 from meta_attention import adapt
 from meta_attention.adapt import routed_as
@@ -12,6 +12,7 @@ from meta_attention.testing.pretrained import (
     VOCABULARY,
     build_base,
     draw_tokens,
+    pad_rows,
     predict,
     randomise_controllers,
 )
@@ -61,6 +62,24 @@ def test_one_token_alone_has_only_itself_to_see():
     for expert in ("full", "local"):
         with routed_as(model, expert):
             torch.testing.assert_close(predict(model, ids), expected, rtol=0.0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_kernels_and_reference_route_alike():
+    """Prompt, chunk and single tokens through a cache, with padding, sinks, scale and soft-cap."""
+    ids, mask = pad_rows(draw_tokens(2, 14), [14, 9], "left")
+    outputs = []
+    for impl in ("reference", "triton"):
+        model = build_base("gemma2", head_dim=16)
+        adapt(model, experts=("full", "local", "linear"), window_size=3, num_sinks=2, impl=impl)
+        randomise_controllers(model)
+        cache, parts, at = DynamicCache(config=model.config), [], 0
+        for size in (7, 6, 1):
+            part = ids[:, at : at + size]
+            at += size
+            parts.append(model(part, attention_mask=mask[:, :at], past_key_values=cache).logits)
+        outputs.append(torch.cat(parts, dim=1)[mask.bool()])
+    torch.testing.assert_close(*outputs, rtol=0.0, atol=5e-5)
 
 
 def test_a_pipeline_takes_an_adapted_model():

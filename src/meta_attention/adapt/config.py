@@ -88,7 +88,7 @@ class AdaptConfig:
     def for_base(self, shape: Shape, *, causal: bool, use_rope: bool) -> MetaAttentionConfig:
         """The configuration that controllers and experts are built from."""
         settings = asdict(self)
-        del settings["layers"], settings["num_sinks"]
+        del settings["layers"]
         if self.training_weights is None:
             settings["training_weights"] = "mean" if self.routing == "soft" else "one_hot"
         if self.start_expert is not None and self.start_expert not in self.experts:

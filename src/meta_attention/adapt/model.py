@@ -49,6 +49,10 @@ def adapt(model: ModelType, config: AdaptConfig | None = None, **settings: Any) 
     routers = {index: Router(adaptation, index) for index in layers}
     # nothing has changed so far: a mistake above leaves the model as it was
     model.set_attn_implementation(IMPLEMENTATIONS[_below(model)])
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        # static caches would have it compiled, which lengths on the host break up
+        generation.disable_compile = True
     for index, router in routers.items():
         module = modules[index]
         weight = next(module.parameters())

@@ -274,7 +274,7 @@ class Router(nn.Module):
     def _set_scores(self, scale: float | None, softcap: float | None) -> None:
         for expert in self.experts:
             if isinstance(expert, SoftmaxExpert):
-                expert.scale, expert.softcap = scale, softcap  # type: ignore
+                expert.scale, expert.softcap = scale, softcap
 
     def _choose(self, posterior: Posterior) -> tuple[Routes, RoutingName]:
         """Routes, and their kind: hard where one expert is forced on all tokens."""
