@@ -7,7 +7,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 from meta_attention import adapt
 from meta_attention.adapt import routed_as
-from meta_attention.errors import ConfigError
+from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.testing.pretrained import (
     VOCABULARY,
     build_base,
@@ -25,6 +25,9 @@ def test_masks_beyond_padding_are_refused():
         model(ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())
     with pytest.raises(ConfigError, match="documents packed into a row"):
         model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), use_cache=False)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ShapeError, match="must be of all 10 tokens, the cached ones included"):
+        model(ids[:, :2], attention_mask=torch.ones(1, 2), past_key_values=cache)
     # what the base can do without routing, it still does
     with routed_as(model, "full"):
         model(ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())

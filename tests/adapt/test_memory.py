@@ -95,6 +95,22 @@ def test_a_static_cache_gives_the_same():
         assert_decodes(model, ids, mask, CHUNKS["prompt"], cache)
 
 
+@torch.no_grad()
+def test_a_static_cache_without_padding_knows_how_far_it_is_filled():
+    """Also for layers that are not adapted, and with a mask as long as the cache."""
+    ids = draw_tokens(2, 12)
+    for settings in ({}, {"layers": [1], "experts": ("full", "local")}):
+        model = make_routed(**settings)
+        expected = model(ids).logits
+        for mask in (None, torch.ones(2, 32, dtype=torch.long)):
+            cache = StaticCache(config=model.config, max_cache_len=32)
+            parts = [
+                model(part, past_key_values=cache, attention_mask=mask).logits
+                for part in ids.split([5, 5, 1, 1], dim=1)
+            ]
+            torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @torch.no_grad()
 def test_generate_is_greedy_steps_of_one_pass(name):

@@ -198,6 +198,46 @@ def test_the_linear_expert_sees_heads_without_positions():
 
 
 @torch.no_grad()
+def test_controllers_count_positions_from_the_first_token():
+    model, seen = make_routed(), []
+    routers_of(model)[0].controller.register_forward_pre_hook(
+        lambda module, args: seen.append(args[1].tolist())
+    )
+    ids, mask = pad_rows(draw_tokens(2, 5), [5, 3], "left")
+    cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+    model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+    assert seen == [[[0, 1, 2, 3, 4], [0, 0, 0, 1, 2]], [[5], [3]]]
+
+
+@torch.no_grad()
+def test_one_call_does_not_see_the_padding_of_another():
+    model, ids = make_routed(), draw_tokens(2, 12)
+    (first, left), (second, right) = (pad_rows(ids, [12, 7], side) for side in ("left", "right"))
+    expected = predict(model, second, attention_mask=right)
+    model(first, attention_mask=left)
+    assert torch.equal(predict(model, second, attention_mask=right), expected)
+    # the same tensor, changed in place
+    assert not torch.equal(left, right)
+    mask = left.bool()
+    model(first, attention_mask=mask)
+    mask.copy_(right)
+    assert torch.equal(predict(model, second, attention_mask=mask), expected)
+
+
+def test_nothing_of_padding_reaches_a_gradient():
+    router = routers_of(make_routed(experts=("full", "local")))[0].train()
+    query, mask = torch.randn(1, 4, 6, 8), torch.tensor([[False, False, True, True, True, True]])
+    x = torch.randn(1, 6, 32).masked_fill(~mask.unsqueeze(-1), float("nan"))
+    router.inputs = Inputs(x, None, None)
+    rows = router(query, query[:, :2], query[:, 2:], mask, scale=None, softcap=None)
+    assert (rows[0, :2] == 0.0).all()
+    rows.square().sum().backward()
+    for name, parameter in router.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+
+
+@torch.no_grad()
 def test_a_router_holds_no_hidden_states_after_its_call():
     model = make_routed()
     for way in ("full", "hard"):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -27,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from meta_attention.adapt.families import is_window
 from meta_attention.adapt.memory import self_attention_cache
 from meta_attention.adapt.router import Inputs, Router
-from meta_attention.errors import ConfigError
+from meta_attention.errors import ConfigError, ShapeError
 
 # by what runs below them
 IMPLEMENTATIONS = {"sdpa": "meta_attention", "eager": "meta_attention_eager"}
@@ -88,7 +89,7 @@ def _mask_below(
 ) -> Tensor | None:
     """The mask of a layer that sees everything, as its own attention takes it."""
     T, S = query.shape[2], key.shape[2]
-    # a static cache has room beyond the tokens that the mask is of
+    # what a static cache has room for goes on after the tokens that the mask is of
     filled = S if padding is None else padding.shape[1]
     causal = bool(getattr(module, "is_causal", True))
     mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[below](
@@ -110,24 +111,33 @@ def _mask_below(
 
 
 def make_mask(
-    *args: Any,
+    *,
     below: str,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     config: Any = None,
     use_vmap: bool = False,
+    device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
     """Padding ``[B, S]`` or None; for layers with a window, the mask they always had."""
     if is_window(local_size, config):
         mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[below](
-            *args,
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
             local_size=local_size,
             config=config,
             use_vmap=use_vmap,
+            device=device,
             **kwargs,
         )
         return mask
@@ -136,10 +146,19 @@ def make_mask(
         raise ConfigError(
             "adapted layers know causality and padding, but the model asks for another mask: of "
             "documents packed into a row (position_ids that start anew) or its own; give each "
-            "text a row"
+            "text a row, and under torch.compile an attention_mask"
+        )
+    filled = int(q_offset) + q_length
+    if attention_mask is None and kv_length > filled:
+        # a static cache has room for more: the mask says how far it is filled
+        attention_mask = torch.ones(batch_size, filled, dtype=torch.bool, device=device)
+    if attention_mask is not None and attention_mask.shape[1] < filled:
+        raise ShapeError(
+            f"attention_mask must be of all {filled} tokens, the cached ones included, got "
+            f"{list(attention_mask.shape)}"
         )
     # a new object for every call, so that layers can tell one call from another
-    return None if attention_mask is None else attention_mask[:, :]
+    return None if attention_mask is None else attention_mask[:, :filled]
 
 
 for _below, _name in IMPLEMENTATIONS.items():

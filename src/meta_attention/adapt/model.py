@@ -55,9 +55,9 @@ def adapt(model: ModelType, config: AdaptConfig | None = None, **settings: Any) 
         generation.disable_compile = True
     for index, router in routers.items():
         module = modules[index]
-        weight = next(module.parameters())
         # its controller stays in float32
-        module.add_module("router", router.to(weight.device, weight.dtype))
+        device = next(module.parameters()).device
+        module.add_module("router", router.to(device, model.dtype))
         router.train(module.training)
         module.register_forward_pre_hook(remember_inputs, with_kwargs=True)
     return model
@@ -76,6 +76,10 @@ def _check(model: PreTrainedModel, family: Family, modules: Sequence[nn.Module])
     if getattr(model.config, "add_cross_attention", False):
         raise ConfigError("a model with cross-attention cannot be adapted")
     for module in modules:
+        if next(module.parameters()).is_meta:
+            raise ConfigError(
+                "weights must be in memory to be adapted; load the model without offloading"
+            )
         if bool(getattr(module, "is_causal", family.causal)) != family.causal:
             kind = "causal" if family.causal else "bidirectional"
             raise ConfigError(

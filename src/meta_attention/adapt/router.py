@@ -209,7 +209,9 @@ class Router(nn.Module):
         """
         inputs = self._take_inputs()
         B, _, T, P = query.shape
-        key, value, mask = self._filled(key, value, mask, inputs.cache)
+        if mask is not None:
+            # a static cache has room for more
+            key, value = key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]]
         if inputs.cache is None and key.shape[2] != T:
             raise ConfigError(
                 f"{key.shape[2]} keys came for {T} tokens without a cache of Transformers; this "
@@ -260,16 +262,6 @@ class Router(nn.Module):
                 "states it is called with"
             )
         return inputs
-
-    def _filled(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Without what lies in a static cache beyond its tokens."""
-        if cache is None or not cache.layers[self.layer_idx].is_compileable:
-            return key, value, mask
-        length = int(cache.get_seq_length(self.layer_idx))
-        mask = None if mask is None else mask[:, :length]
-        return key[:, :, :length], value[:, :, :length], mask
 
     def _set_scores(self, scale: float | None, softcap: float | None) -> None:
         for expert in self.experts:
