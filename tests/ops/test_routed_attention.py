@@ -70,6 +70,8 @@ def make_mask(case: Case) -> Tensor | None:
         return position < S - 5 * row - 2
     if case.marks == "gap":
         return (position < S // 3) | (position > S // 2)
+    if case.marks == "two documents":
+        return 1 + (position >= 90).int()
     if case.marks == "documents":
         return (1 + position // (17 + 20 * row)) * (position < S - 4)
     return None
@@ -176,6 +178,10 @@ CASES = [
     Case(num_sinks=4, T=100, window=1000),
     Case(num_sinks=40, T=90, window=3),  # more than the window, and than a tile
     Case(num_sinks=200, T=70),  # more than there are
+    # longer than what the ranks of a plan tell apart: queries far from the sinks, on either side
+    Case(num_sinks=4, T=280, B=1, H=2, K=1, P=16, window=5, routes="local"),
+    Case(num_sinks=4, T=250, B=1, H=1, K=1, P=16, window=5, marks="two documents"),
+    Case(num_sinks=200, T=200, B=1, H=1, K=1, P=16, window=3, routes="local", causal=False),
     Case(num_sinks=3, T=1, past=70),
     Case(num_sinks=3, T=66, past=37, G=2),
     Case(num_sinks=5, T=70, is_exclusive=False, G=2, marks="left"),
@@ -387,18 +393,46 @@ def test_a_list_of_everyone_is_plain_attention(kernel_device):
     torch.testing.assert_close(rows.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_kernels_for_hopper_get_cases_without_sinks_and_soft_caps_only(monkeypatch, kernel_device):
+    """They know of neither; a scale they are given."""
+    asked = []
+
+    def can_run(query, is_plain, layout):
+        asked.append(is_plain)
+        return False
+
+    monkeypatch.setattr("meta_attention.ops.routed_attention.hopper.can_run", can_run)
+    case = Case(T=5)
+    inputs = [x.to(kernel_device) for x in make_inputs(case)]
+    plan = make_plan(case, kernel_device, "triton")
+    full, both = {0: None}, case.windows
+    for windows, scores, is_plain in (
+        (both, {}, True),
+        (both, {"scale": 0.3}, True),
+        (both, {"softcap": 5.0}, False),
+        (both, {"num_sinks": 1}, False),
+        (full, {"num_sinks": 1}, True),  # nothing to an expert without a window
+    ):
+        with torch.no_grad():
+            routed_attention(*inputs, plan, windows, causal=True, impl="triton", **scores)
+        assert asked.pop() == is_plain, scores
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize("num_sinks", [0, 4])
+def test_nothing_waits_for_the_device(num_sinks):
     """The plan and everything after it, backward included, leave the host free."""
-    case = Case(T=1000, P=128, window=100)
+    case = Case(T=1000, P=128, window=100, num_sinks=num_sinks)
     inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in make_inputs(case)]
     query, key, value = inputs
     weights = make_weights(case).cuda()
 
     def step() -> None:
         plan = plan_routes(weights, is_exclusive=True)
-        rows = routed_attention(query, key, value, plan, case.windows, causal=True)
+        rows = routed_attention(
+            query, key, value, plan, case.windows, causal=True, num_sinks=case.num_sinks
+        )
         torch.autograd.grad(rows, inputs, torch.ones_like(rows))
 
     step()  # compiles
