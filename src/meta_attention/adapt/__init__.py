@@ -7,12 +7,13 @@ module of the same name was imported.
 import sys
 from types import ModuleType
 
+from meta_attention.adapt.adaptation import Record
 from meta_attention.adapt.adapters import load_adapter, read_card, save_adapter
 from meta_attention.adapt.bases import is_installed, load_base, load_tokenizer
 from meta_attention.adapt.config import AdaptConfig, Shape
 from meta_attention.adapt.families import Family, known_families, register_family
 from meta_attention.adapt.model import adapt, freeze_base
-from meta_attention.adapt.router import Record, Router, collect_routing, routed_as, routers_of
+from meta_attention.adapt.router import Router, collect_routing, routed_as, routers_of
 
 __all__ = [
     "AdaptConfig",

@@ -6,10 +6,11 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from meta_attention.adapt.adaptation import Adaptation
 from meta_attention.adapt.attention import IMPLEMENTATIONS, remember_inputs
 from meta_attention.adapt.config import AdaptConfig
 from meta_attention.adapt.families import Family, family_of
-from meta_attention.adapt.router import Adaptation, Router
+from meta_attention.adapt.router import Router
 from meta_attention.errors import ConfigError
 
 ModelType = TypeVar("ModelType", bound=PreTrainedModel)
