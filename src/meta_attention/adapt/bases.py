@@ -64,6 +64,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a base; names as for :func:`load_base`."""
     folder, file = _locate(name) if name in PACKAGED else (name, {})
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **file)
+    if tokenizer.pad_token is None:
+        # of GGUF, older Transformers read none; the mask hides whatever it is
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
