@@ -17,7 +17,15 @@ from meta_attention.ops.routed_decode import LinearStep, routed_decode
 B, T, H, K, WINDOW = 2, 333, 4, 2, 50
 
 
-def run_lists(P: int, dtype: torch.dtype, *, is_exclusive: bool, masked: bool) -> None:
+def run_lists(
+    P: int,
+    dtype: torch.dtype,
+    *,
+    is_exclusive: bool,
+    masked: bool,
+    num_sinks: int = 0,
+    softcap: float | None = None,
+) -> None:
     """Plan, softmax and linear experts, merge, forward and backward."""
     query, key, value = heads = [
         torch.randn(B, T, n, P, device="cuda", dtype=dtype, requires_grad=True) for n in (H, K, K)
@@ -30,7 +38,17 @@ def run_lists(P: int, dtype: torch.dtype, *, is_exclusive: bool, masked: bool) -
         weights = torch.rand(B, T, 3, device="cuda").softmax(dim=-1)
     plan = plan_routes(weights, mask=mask if masked else None, is_exclusive=is_exclusive)
     seen = mask if masked else None
-    rows = routed_attention(query, key, value, plan, {0: None, 1: WINDOW}, causal=True, mask=seen)
+    rows = routed_attention(
+        query,
+        key,
+        value,
+        plan,
+        {0: None, 1: WINDOW},
+        causal=True,
+        mask=seen,
+        num_sinks=num_sinks,
+        softcap=softcap,
+    )
     softmax = [rows] if is_exclusive else list(rows)
     linear, _ = linear_attention(query, key, value, causal=True, mask=seen, queries=plan.list_of(2))
     if is_exclusive:
@@ -42,7 +60,9 @@ def run_lists(P: int, dtype: torch.dtype, *, is_exclusive: bool, masked: bool) -
         assert tensor.isfinite().all(), (P, dtype, is_exclusive, masked)
 
 
-def run_decode(P: int, dtype: torch.dtype) -> None:
+def run_decode(
+    P: int, dtype: torch.dtype, *, num_sinks: int = 0, softcap: float | None = None
+) -> None:
     query = torch.randn(B, H, P, device="cuda", dtype=dtype)
     new_key, new_value = torch.randn(2, B, K, P, device="cuda", dtype=dtype)
     key, value = torch.randn(2, B, K, T, P, device="cuda", dtype=dtype)
@@ -56,6 +76,8 @@ def run_decode(P: int, dtype: torch.dtype) -> None:
         {0: None, 1: WINDOW},
         length=torch.tensor(T - 5, device="cuda", dtype=torch.int32),
         linear=LinearStep(2, query, new_key, new_value, state),
+        num_sinks=num_sinks,
+        softcap=softcap,
     )
     assert rows.isfinite().all(), (P, dtype)
 
@@ -65,7 +87,10 @@ def main() -> None:
     for is_exclusive in (True, False):
         run_lists(128, torch.bfloat16, is_exclusive=is_exclusive, masked=False)
     run_lists(64, torch.float16, is_exclusive=True, masked=True)
+    run_lists(64, torch.bfloat16, is_exclusive=True, masked=False, num_sinks=4)
+    run_lists(64, torch.bfloat16, is_exclusive=False, masked=True, num_sinks=4, softcap=50.0)
     run_decode(128, torch.bfloat16)
+    run_decode(64, torch.bfloat16, num_sinks=4, softcap=50.0)
     torch.cuda.synchronize()
     print("every kernel ran, and every result is finite")
 

@@ -17,6 +17,8 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
         ({"num_attention_heads": 12, "num_key_value_heads": 5}, "got 12 and 5"),
         ({"window_size": 0}, "window_size must be a whole number >= 1, got 0"),
         ({"window_size": 2.5}, "window_size must be a whole number >= 1, got 2.5"),
+        ({"num_sinks": -1}, "num_sinks must be a whole number >= 0, got -1"),
+        ({"num_sinks": True}, "num_sinks must be a whole number >= 0, got True"),
         ({"hidden_size": -1}, "hidden_size must be a whole number"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
         ({"head_dim": 0}, "head_dim"),

@@ -16,6 +16,7 @@ STAGES = [
     {"routing"},
     {"layers", "objective"},
     {"models", "testing"},
+    {"adapt"},
     {"evaluation"},
     {"training", "report", "bench"},
     {"ablation"},

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from meta_attention.adapt import adapt
     from meta_attention.config import MetaAttentionConfig
     from meta_attention.controller import (
         BayesianMetaController,
@@ -48,6 +49,7 @@ _HOME = {
     "MetaAttentionModel": "models",
     "mean_over_tokens": "objective",
     "routing_loss": "objective",
+    "adapt": "adapt",
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "MetaTransformerBlock",
     "PriorFreeController",
     "RoutingPosterior",
+    "adapt",
     "compute_aware_prior",
     "known_experts",
     "mean_over_tokens",

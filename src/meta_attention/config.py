@@ -56,6 +56,9 @@ class MetaAttentionConfig(PreTrainedConfig):
             ``max_position_embeddings``.
         window_size: Local attention sees this many positions before a token, and as many after
             it when ``causal`` is off.
+        num_sinks: Local attention also sees this many first tokens of a row, or of a document
+            packed into it (attention sinks), padding not counted. A pretrained model needs a few:
+            its heads look there when there is nothing to look at. A cache then keeps all keys.
         shared_projections: One query, key, value and output projection for all experts of a
             layer. ``False`` is the paper's layout: each expert has its own.
         causal: Language models read backwards only; ``False`` is for encoders.
@@ -131,6 +134,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     expert_costs: str | Sequence[float] = "paper"
     cost_length: int | None = None
     window_size: int = 256
+    num_sinks: int = 0
     shared_projections: bool = True
     causal: bool = True
     controller: ControllerName = "bayesian"
@@ -216,6 +220,7 @@ class MetaAttentionConfig(PreTrainedConfig):
         ):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
+        _require_count("num_sinks", self.num_sinks, least=0)
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             raise ConfigError(
@@ -373,9 +378,9 @@ def check_prior(strength: float, floor: float) -> None:
         )
 
 
-def _require_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
+def _require_count(name: str, value: object, *, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
 
 
 def _require_number(name: str, value: object) -> None:

@@ -46,6 +46,19 @@ def test_json_is_one_document(run):
     assert difference * 1e9 == pytest.approx(projections + controller)
 
 
+def test_sinks_are_counted(run):
+    def attention(*options):
+        rows = json.loads(run("flops", "--mix", "local=1", "--json", *options).stdout)["rows"]
+        return [row["attention"]["gflop_per_token"] for row in rows]
+
+    window, sinks, wider = (
+        attention("--window", 60 + n, "--num-sinks", s) for n, s in ((0, 0), (0, 4), (4, 0))
+    )
+    # four keys more for all but the first tokens, be they sinks or next to the window
+    for without, ours, expected in zip(window, sinks, wider, strict=True):
+        assert ours - without == pytest.approx(expected - without, rel=0.05)
+
+
 def test_full_attention_alone_costs_what_it_costs(run):
     rows = json.loads(run("flops", "--mix", "full=1", "--json").stdout)["rows"]
     assert {row[name]["relative_to_full"] for row in rows for name in ("attention", "model")} == {1}

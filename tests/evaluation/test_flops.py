@@ -69,13 +69,14 @@ def make_routes(*shape: int) -> Tensor:
 def visible(config: MetaAttentionConfig, mask: Tensor | None, B: int, T: int, window: int):
     """[B, T, T], from the definition of each condition."""
     distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
-    near = (distance <= window) & ((distance >= 0) if config.causal else (distance >= -window))
-    if mask is None:
-        return near.expand(B, T, T)
-    is_token = (mask != 0)[:, None, :]
-    if mask.dtype == torch.bool:
-        return near & is_token
-    return near & is_token & (mask[:, :, None] == mask[:, None, :])
+    own = torch.ones(B, T, T, dtype=torch.bool)
+    if mask is not None:
+        own &= (mask != 0)[:, None, :]
+        if mask.dtype != torch.bool:
+            own &= mask[:, :, None] == mask[:, None, :]
+    is_sink = own.cumsum(dim=2) <= config.num_sinks
+    near = (distance.abs() <= window) | is_sink
+    return own & near & ((distance >= 0) | (not config.causal))
 
 
 def attend_row_by_row(config: MetaAttentionConfig, weights: Tensor, mask: Tensor | None) -> int:
@@ -118,9 +119,9 @@ def attend_row_by_row(config: MetaAttentionConfig, weights: Tensor, mask: Tensor
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("groups", [1, 2])
-def test_attention_is_counted_as_one_product_for_each_row(groups, mask, causal):
-    config = make_config(experts=EXPERTS, causal=causal)
+@pytest.mark.parametrize(("groups", "num_sinks"), [(1, 0), (2, 0), (1, 3), (2, 9)])
+def test_attention_is_counted_as_one_product_for_each_row(groups, num_sinks, mask, causal):
+    config = make_config(experts=EXPERTS, causal=causal, num_sinks=num_sinks)
     marks = make_mask(mask)
     weights = make_routes(2, 20, groups, 4)
     counted = count_layer(config, weights, mask=marks)

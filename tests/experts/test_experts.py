@@ -9,6 +9,7 @@ from meta_attention.experts import (
     FullAttention,
     GatedFullAttention,
     RecurrentExpert,
+    SoftmaxExpert,
     build_experts,
     expert_costs,
 )
@@ -28,12 +29,22 @@ def costs_of(**kwargs) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("name", ["full", "gated_full", "linear", "local"])
-def test_every_expert_is_its_definition_gradients_included(name, causal):
+def test_every_expert_is_its_definition_gradients_included(name, adapted, causal):
+    """Also as a pretrained model may have it: with sinks, a scale and a soft-cap."""
     config = make_config(
-        hidden_size=32, num_key_value_heads=2, window_size=7, causal=causal, experts=(name,)
+        hidden_size=32,
+        num_key_value_heads=2,
+        window_size=7,
+        num_sinks=3 if adapted else 0,
+        causal=causal,
+        experts=(name,),
     )
+    scores = {"scale": 0.5, "softcap": 1.5} if adapted else {}
     expert = build_experts(config, 0)[name].double()
+    if isinstance(expert, SoftmaxExpert) and adapted:
+        expert.scale, expert.softcap = 0.5, 1.5
     shapes = ((2, 70, 4, 8), (2, 70, 2, 8), (2, 70, 2, 8), (2, 70, 32))
     inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     *heads, x = inputs
@@ -46,7 +57,14 @@ def test_every_expert_is_its_definition_gradients_included(name, causal):
     else:
         rows = expert(Heads(*heads), x, mask)
         window = 7 if name == "local" else 70
-        expected = naive_local_attention(*heads, window=window, causal=causal, mask=mask)
+        expected = naive_local_attention(
+            *heads,
+            window=window,
+            causal=causal,
+            mask=mask,
+            num_sinks=config.num_sinks,
+            **scores,
+        )
     if isinstance(expert, GatedFullAttention):
         expected = expected * torch.sigmoid(x @ expert.gate.weight.T).view_as(expected)
 
@@ -97,13 +115,25 @@ def test_no_cost_passes_that_of_full_attention():
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_sinks", [0, 1, 4, 40, 1000])
 @pytest.mark.parametrize("window", [1, 5, 31, 1000])
 @pytest.mark.parametrize("length", [1, 2, 32, 100])
-def test_visible_keys_are_counted_exactly(length, window, causal):
+def test_visible_keys_are_counted_exactly(length, window, num_sinks, causal):
     distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
-    seen = (distance <= window) & ((distance >= 0) if causal else (distance >= -window))
+    seen = (distance.abs() <= window) | (torch.arange(length) < num_sinks)
+    seen &= (distance >= 0) | (not causal)
     counted = seen.sum(dim=1).double().mean().item()
-    assert visible_keys(length, window, causal=causal) == pytest.approx(counted)
+    keys = visible_keys(length, window, causal=causal, num_sinks=num_sinks)
+    assert keys == pytest.approx(counted)
+
+
+def test_sinks_are_part_of_the_cost():
+    without, with_sinks = (
+        costs_of(expert_costs="flops", window_size=32, num_sinks=n)["local"] for n in (0, 64)
+    )
+    # of 1024 tokens, which see 512.5 on average: 64 more, but fewer at the start
+    more = sum(min(64, max(t - 32, 0)) for t in range(1024)) / 1024
+    assert with_sinks - without == pytest.approx(more / 512.5)
 
 
 def test_counted_flops_are_those_of_the_matrix_products():

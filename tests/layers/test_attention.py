@@ -63,6 +63,7 @@ layer_options = st.fixed_dictionaries(
         "experts": st.sampled_from(EXPERT_SETS),
         "num_key_value_heads": st.sampled_from([1, 2, 4]),
         "window_size": st.sampled_from([1, 5, 64, 1000]),
+        "num_sinks": st.sampled_from([0, 0, 3, 100]),
         "layout": st.sampled_from(["shared", "own", "kv_head"]),
         "use_rope": st.booleans(),
         "short_conv": st.sampled_from([None, 1, 4]),

@@ -12,10 +12,11 @@ import torch
 from meta_attention import (
     BayesianMetaAttentionLayer,
     Expert,
+    MetaAttentionCache,
     MetaAttentionConfig,
     register_expert,
 )
-from meta_attention.experts import linear
+from meta_attention.experts import SoftmaxExpert, linear
 from meta_attention.layers import execution
 from meta_attention.routing import uncertainty_of
 from meta_attention.testing import assert_within_error_budget
@@ -168,6 +169,13 @@ LAYERS = {
         "route_granularity": "kv_head",
         "experts": ("full", "gated_full", "linear", "local"),
     },
+    "sinks": {"num_sinks": 3},
+    "sinks-kv_head": {
+        "num_sinks": 3,
+        "route_granularity": "kv_head",
+        "experts": ("gated_full", "local"),
+        "causal": False,
+    },
     "kv_head-user": {"route_granularity": "kv_head", "experts": ("full", "test_mean", "linear")},
 }
 LAYOUTS = {
@@ -253,6 +261,27 @@ def test_lists_give_what_all_tokens_would(impl, routing, layout, poison, kernel_
     ours = run(torch.float32, impl, BayesianMetaAttentionLayer.forward, kernel_device)
     for name in exact:
         assert_within_error_budget(name, ours[name], exact[name], plain[name])
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["alike", "apart"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_and_soft_caps_of_experts_are_theirs_everywhere(layout, apart, poison):
+    """On lists, on all tokens and in decoding; in calls of their own where experts differ."""
+    layer, x = make_layer(num_sinks=3, **LAYOUTS[layout]), make_input()
+    before = layer(x).output
+    for expert in layer.experts:
+        if isinstance(expert, SoftmaxExpert):
+            expert.scale, expert.softcap = (0.7, 0.5 if apart and expert.window else 2.0)
+    with torch.no_grad():
+        out = layer(x).output
+        assert ((out - before).abs().amax(dim=-1)[:, 1:] > 1e-6).float().mean() > 0.5
+        torch.testing.assert_close(out, run_all(layer, x).output)
+        cache = MetaAttentionCache(layer.config)
+        parts = []
+        for part in x.split([30, *[1] * 10], dim=1):
+            _, step = cache.prepare(None, B, part.shape[1], x.device)
+            parts.append(layer(part, past_key_values=cache, step=step).output)
+        torch.testing.assert_close(torch.cat(parts, dim=1), out)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])

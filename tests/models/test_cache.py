@@ -59,6 +59,20 @@ EXPERT_SETS = {
         "experts": ("local", "gated_full", "full", "linear"),
         "expert_costs": (0.3, 1.0, 1.0, 0.2),
     },
+    "sinks": {"num_sinks": 2, "routing": "hard", "expert_costs": (0.5, 0.5, 0.5)},
+    "sinks, all experts": {
+        "num_sinks": 3,
+        "routing": "gated",
+        "uncertainty_threshold": 0.2,
+        "experts": ("local", "gated_full", "full", "linear"),
+        "expert_costs": (0.3, 1.0, 1.0, 0.2),
+    },
+    "sinks, by head": {
+        "num_sinks": 9,
+        "route_granularity": "kv_head",
+        "layer_experts": [["local"], ["full", "linear", "local"], ["gated_full", "local"]],
+    },
+    "sinks, own projections": {"num_sinks": 1, "shared_projections": False},
     "convolved": {"short_conv": 3, "attention_bias": True},
     "convolved, hard": {"short_conv": 4, "routing": "hard", "expert_costs": (0.5, 0.5, 0.5)},
     "convolved, own projections": {"short_conv": 2, "shared_projections": False},
@@ -139,7 +153,13 @@ def test_tokens_are_really_routed_apart(make_model, tokens):
 
 
 def test_the_gate_of_these_tests_lets_some_tokens_through(make_model, tokens):
-    for name in ("gated", "gated, all experts", "gated, prior-free", "gated, by head, all experts"):
+    for name in (
+        "gated",
+        "gated, all experts",
+        "gated, prior-free",
+        "gated, by head, all experts",
+        "sinks, all experts",
+    ):
         weights = one_pass(make_model(**EXPERT_SETS[name]), tokens()).routing_weights
         is_hard = torch.stack([(layer == 1).any(dim=-1) for layer in weights])
         assert 0.05 < is_hard.float().mean() < 0.95, name
@@ -225,6 +245,26 @@ def test_a_window_keeps_no_more_than_it_sees(make_model, tokens):
     assert mixed.keys.shape[2] == 24
     assert linear.keys is None
     assert {layer.get_seq_length() for layer in cache.layers} == {24}
+
+
+def test_sinks_keep_all_keys_and_can_be_cropped(make_model, tokens):
+    model, ids = make_model(experts=("local",), num_sinks=2), tokens()
+    cache = MetaAttentionCache(model.config)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache, use_cache=True)
+        assert cache.layers[0].keys.shape[2] == 20
+        cache.crop(-3)
+        logits = model(ids[:, 17:], past_key_values=cache, use_cache=True).logits
+    torch.testing.assert_close(logits, one_pass(model, ids).logits[:, 17:], **CLOSE)
+
+
+def test_sinks_do_not_let_a_row_go_on_after_padding(make_model, tokens):
+    """The window still counts positions."""
+    model, ids = make_model(experts=("local",), num_sinks=2), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, 10:16] = 0
+    with pytest.raises(CacheError, match="must not go on after padding"):
+        model(ids, attention_mask=mask, past_key_values=MetaAttentionCache(model.config))
 
 
 def test_recurrent_state_is_float32_in_a_half_precision_model(make_model, tokens):

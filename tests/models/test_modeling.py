@@ -73,7 +73,16 @@ def test_padding_changes_nothing(make_model, tokens):
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"short_conv": 4, "attention_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"short_conv": 4, "attention_bias": True},
+        {"num_sinks": 2},
+        {"num_sinks": 2, "routing": "hard"},
+    ],
+    ids=str,
+)
 def test_packed_documents_are_as_if_alone(make_model, tokens, options):
     model, ids = make_model(**options), tokens(B=1)
     documents = torch.tensor([[1] * 7 + [2] * 12 + [3] * 5])
@@ -308,9 +317,10 @@ def test_gradient_checkpointing_and_a_cache_exclude_each_other(make_model, token
         model(tokens(), past_key_values=MetaAttentionCache(model.config))
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_compiles_without_graph_breaks(make_model, tokens, training):
-    model, ids = make_model(training_weights="mean").train(training), tokens()
+@pytest.mark.parametrize(("training", "num_sinks"), [(True, 0), (False, 0), (True, 2)])
+def test_compiles_without_graph_breaks(make_model, tokens, training, num_sinks):
+    model = make_model(training_weights="mean", num_sinks=num_sinks).train(training)
+    ids = tokens()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     ours = compiled(ids, labels=ids, use_cache=False)
     expected = model(ids, labels=ids, use_cache=False)

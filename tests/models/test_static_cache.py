@@ -33,6 +33,7 @@ MODELS = {
         **EVEN,
     },
     "convolved": {"routing": "hard", "short_conv": 3, **EVEN},
+    "sinks": {"routing": "hard", "num_sinks": 2, **EVEN},
 }
 # their step reads the length on the host, and cannot be captured
 ON_THE_HOST = {"own projections": {"shared_projections": False, "routing": "hard"}}
@@ -133,7 +134,9 @@ def test_the_hard_models_of_these_tests_take_every_expert(make_model, tokens, ki
 
 
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
-@pytest.mark.parametrize("kind", ["soft", "hard", "gated", "linear only", "mixed", "by head"])
+@pytest.mark.parametrize(
+    "kind", ["soft", "hard", "gated", "linear only", "mixed", "by head", "sinks"]
+)
 def test_a_step_is_one_launch_per_layer(make_model, tokens, kind, static):
     model, ids = make_model(**MODELS[kind]), tokens(B=3)
     cache = static_cache(model) if static else MetaAttentionCache(model.config)
@@ -164,7 +167,7 @@ def test_a_row_reads_only_the_keys_of_its_route(make_model, tokens, static):
     assert torch.equal(out.logits[:, 0].isnan().any(dim=-1), expert == full)
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard", "gated_full by head"])
+@pytest.mark.parametrize("kind", ["soft", "hard", "gated_full by head", "sinks"])
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
 def test_the_kernel_decodes_as_the_reference(make_model, tokens, kernel_device, kind, static):
     model = make_model(num_hidden_layers=1, impl="reference", **MODELS[kind]).to(kernel_device)

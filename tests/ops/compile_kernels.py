@@ -81,6 +81,12 @@ def main():
             *heads, None, None, None, True, plan.list_of(2), torch.zeros(B, T, H, P, dtype=half)
         )
         torch.autograd.grad(rows.sum(), heads)
+    # sinks and a soft-cap, and sinks after padding
+    rows = kernel.routed_attention_triton(*heads, plan, windows, True, None, None, 4, 0.1, 50.0)
+    torch.autograd.grad(rows.sum(), heads)
+    with torch.no_grad():
+        padded = torch.ones(B, T, dtype=torch.bool)
+        kernel.routed_attention_triton(*heads, plan, windows, True, padded, None, 4)
     # the other width, lists that share tokens
     hopper.can_run = lambda *_: True
     narrow = [torch.zeros(B, T, n, 64, dtype=half, requires_grad=True) for n in (H, K, K)]
@@ -104,7 +110,10 @@ def main():
     step = LinearStep(2, query, new, new, torch.zeros(B, K, P, P + 1))
     length = torch.zeros(1, dtype=torch.int32)
     weights = torch.zeros(B, 1, 3)
-    routed_decode_triton(query, cache, cache, weights, windows, length, None, None, step)
+    for scores in ((0, None, None), (4, 0.1, 50.0)):
+        routed_decode_triton(
+            query, cache, cache, weights, windows, length, None, None, step, *scores
+        )
 
 
 if __name__ == "__main__":

@@ -33,12 +33,18 @@ OPS: dict[str, Any] = {
 }
 
 
-def pair(op: str, window: int):
-    """The function under test and its definition, with the window bound where there is one."""
+SCORES = {"scale": 0.3, "softcap": 3.0}
+
+
+def pair(op: str, window: int, num_sinks: int = 0, **scores: float | None):
+    """The function under test and its definition, with what there is of the arguments bound."""
     tested, definition = OPS[op]
-    if op != "local":
+    if op == "linear":
         return tested, definition
-    return partial(tested, window=window), partial(definition, window=window)
+    bound: dict[str, Any] = scores
+    if op == "local":
+        bound = {"window": window, "num_sinks": num_sinks, **scores}
+    return partial(tested, **bound), partial(definition, **bound)
 
 
 def make_heads(B, T, H, K, P, dtype=torch.float64):
@@ -77,9 +83,14 @@ def run(function, heads, **kwargs) -> dict[str, Tensor]:
     window=st.sampled_from([1, 7, 64, 100, 1000]),
     causal=st.booleans(),
     padding=st.sampled_from(["none", "left", "right", "all"]),
+    num_sinks=st.sampled_from([0, 0, 3, 80, 1000]),
+    scale=st.sampled_from([None, None, 0.7]),
+    softcap=st.sampled_from([None, None, 2.0]),
 )
-def test_op_equals_its_definition_in_float64(op, B, T, K, group, P, window, causal, padding):
-    tested, definition = pair(op, window)
+def test_op_equals_its_definition_in_float64(
+    op, B, T, K, group, P, window, causal, padding, num_sinks, scale, softcap
+):
+    tested, definition = pair(op, window, num_sinks, scale=scale, softcap=softcap)
     heads = make_heads(B, T, K * group, K, P)
     mask = make_mask(padding, B, T)
     actual = run(tested, heads, causal=causal, mask=mask)
@@ -90,9 +101,13 @@ def test_op_equals_its_definition_in_float64(op, B, T, K, group, P, window, caus
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("op", OPS)
-def test_op_is_as_accurate_as_plain_pytorch(op, causal, dtype):
-    tested, definition = pair(op, window=33)
+@pytest.mark.parametrize(
+    ("op", "scores"),
+    [*((op, {}) for op in OPS), ("full", SCORES), ("local", {"num_sinks": 4} | SCORES)],
+    ids=str,
+)
+def test_op_is_as_accurate_as_plain_pytorch(op, scores, causal, dtype):
+    tested, definition = pair(op, window=33, **scores)
     heads = make_heads(2, 200, 4, 2, 32, dtype)
     oracle = run(definition, [x.double() for x in heads], causal=causal)
     plain = run(definition, heads, causal=causal)
@@ -115,7 +130,7 @@ def test_full_attention_with_padding_is_the_same_across_query_blocks():
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_long_sequences_are_the_same_across_segments(op, causal, monkeypatch):
     """With small segments a short sequence has several, the last one not full."""
-    tested, definition = pair(op, window=70)
+    tested, definition = pair(op, window=70, num_sinks=5)
     monkeypatch.setattr(f"meta_attention.ops.{op}_attention.reference.SEGMENT", 128)
     heads = make_heads(2, 450, 4, 2, 8)
     mask = make_mask("left", 2, 450)
@@ -131,7 +146,7 @@ def test_long_sequences_are_the_same_across_segments(op, causal, monkeypatch):
 @pytest.mark.parametrize("op", OPS)
 def test_the_last_queries_alone_give_the_last_rows(op, padding, past, T):
     """What decoding and prompts in chunks rely on."""
-    tested, _ = pair(op, window=70)
+    tested, _ = pair(op, window=70, num_sinks=past % 7)
     query, key, value = make_heads(2, past + T, 4, 2, 8)
     mask = make_mask(padding, 2, past + T)
     whole = tested(query, key, value, causal=True, mask=mask)
@@ -151,9 +166,10 @@ def test_the_last_queries_alone_give_the_last_rows(op, padding, past, T):
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
     padding=st.integers(0, 70),
     segment=st.sampled_from([64, 4096]),
+    num_sinks=st.sampled_from([0, 0, 4]),
 )
-def test_packed_documents_do_not_see_each_other(op, lengths, padding, segment):
-    tested, definition = pair(op, window=33)
+def test_packed_documents_do_not_see_each_other(op, lengths, padding, segment, num_sinks):
+    tested, definition = pair(op, window=33, num_sinks=num_sinks)
     documents = [torch.full((n,), i + 1) for i, n in enumerate(lengths)]
     mask = torch.cat([torch.zeros(padding, dtype=torch.long), *documents])[None]
     heads = make_heads(1, mask.shape[1], 4, 2, 8)
@@ -283,6 +299,38 @@ def test_wrong_masks_are_named():
 def test_window_below_one_is_refused():
     with pytest.raises(ConfigError, match="window must be >= 1, got 0"):
         local_attention(*make_heads(1, 4, 1, 1, 4), window=0, causal=True)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_sinks_are_the_first_tokens_of_a_row_and_count_once(padding):
+    """By weights: a value of 1 at one position shows how much of a row comes from there."""
+    T, window, num_sinks = 90, 8, 3
+    query = key = torch.zeros(1, T, 1, T, dtype=torch.float64)  # all scores are alike
+    value = torch.eye(T, dtype=torch.float64).view(1, T, 1, T)
+    mask = make_mask(padding, 1, T)
+    first = 0 if mask is None else 1
+    weights = local_attention(
+        query, key, value, window=window, causal=True, mask=mask, num_sinks=num_sinks
+    )[0, :, 0]
+    for t in range(first, T):
+        seen = sorted({*range(max(first, t - window), t + 1), *range(first, first + num_sinks)})
+        seen = [s for s in seen if s <= t]
+        expected = torch.zeros(T, dtype=torch.float64)
+        expected[seen] = 1 / len(seen)
+        torch.testing.assert_close(weights[t], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_sinks": -1}, "num_sinks must be >= 0, got -1"),
+        ({"scale": 0.0}, "scale must be finite and > 0, or None, got 0.0"),
+        ({"softcap": float("inf")}, "softcap must be finite and > 0, or None, got inf"),
+    ],
+)
+def test_wrong_scores_are_named(change, message):
+    with pytest.raises(ConfigError, match=message):
+        local_attention(*make_heads(1, 4, 1, 1, 4), window=2, causal=True, **change)
 
 
 @pytest.mark.parametrize("op", [full_attention, linear_attention])

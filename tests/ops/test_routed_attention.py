@@ -1,6 +1,7 @@
 """Routed attention: listed queries only, exact, in every implementation, gradients included."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,17 @@ class Case:
     is_exclusive: bool = True
     routes: str = "mixed"
     marks: str = "none"
+    num_sinks: int = 0
+    scale: float | None = None
+    softcap: float | None = None
 
     @property
     def windows(self) -> dict[int, int | None]:
         return {0: None, 2: self.window}
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        return {"num_sinks": self.num_sinks, "scale": self.scale, "softcap": self.softcap}
 
     def __str__(self) -> str:
         changed = {k: v for k, v in vars(self).items() if v != getattr(Case(), k)}
@@ -62,6 +70,8 @@ def make_mask(case: Case) -> Tensor | None:
         return position < S - 5 * row - 2
     if case.marks == "gap":
         return (position < S // 3) | (position > S // 2)
+    if case.marks == "two documents":
+        return 1 + (position >= 90).int()
     if case.marks == "documents":
         return (1 + position // (17 + 20 * row)) * (position < S - 4)
     return None
@@ -95,6 +105,7 @@ def run(case: Case, inputs: list[Tensor], impl: Impl) -> dict[str, Tensor]:
         case.windows,
         causal=case.causal,
         mask=None if mask is None else mask.to(device),
+        **case.scores,
         impl=impl,
     )
     upstream = torch.linspace(-1, 1, rows.numel(), device=device).view_as(rows).to(rows.dtype)
@@ -114,7 +125,13 @@ def define(case: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     buffers = []
     for index, window in case.windows.items():
         dense = naive_local_attention(
-            padded, key, value, window=window or 10**6, causal=case.causal, mask=mask
+            padded,
+            key,
+            value,
+            window=window or 10**6,
+            causal=case.causal,
+            mask=mask,
+            **case.scores,
         )[:, case.past :]
         listed = plan.list_of(index).is_listed(case.T)
         listed = listed.repeat_interleave(case.H // listed.shape[2], dim=2).unsqueeze(-1)
@@ -156,6 +173,25 @@ CASES = [
     Case(marks="gap"),
     Case(marks="documents"),
     Case(marks="documents", causal=False, is_exclusive=False, T=90),
+    Case(num_sinks=4),
+    Case(num_sinks=4, T=63, P=24, H=2, K=1, window=1),
+    Case(num_sinks=4, T=100, window=1000),
+    Case(num_sinks=40, T=90, window=3),  # more than the window, and than a tile
+    Case(num_sinks=200, T=70),  # more than there are
+    # longer than what the ranks of a plan tell apart: queries far from the sinks, on either side
+    Case(num_sinks=4, T=280, B=1, H=2, K=1, P=16, window=5, routes="local"),
+    Case(num_sinks=4, T=250, B=1, H=1, K=1, P=16, window=5, marks="two documents"),
+    Case(num_sinks=200, T=200, B=1, H=1, K=1, P=16, window=3, routes="local", causal=False),
+    Case(num_sinks=3, T=1, past=70),
+    Case(num_sinks=3, T=66, past=37, G=2),
+    Case(num_sinks=5, T=70, is_exclusive=False, G=2, marks="left"),
+    Case(num_sinks=30, T=70, window=9, marks="gap"),
+    Case(num_sinks=3, T=91, window=5, marks="documents"),
+    Case(num_sinks=30, T=70, window=4, causal=False),
+    Case(num_sinks=7, T=70, window=3, marks="documents", causal=False),
+    Case(scale=0.3, T=40),
+    Case(softcap=1.5, T=70),
+    Case(softcap=50.0, scale=0.5, num_sinks=4, T=66, marks="left", is_exclusive=False),
 ]
 
 
@@ -190,6 +226,7 @@ def test_rows_in_parts_are_the_definition(sizes, monkeypatch):
             case.windows,
             causal=case.causal,
             mask=mask,
+            **case.scores,
             impl="reference",
         )
         expected = define(case, torch.float64)["rows"]
@@ -251,6 +288,19 @@ HALF_CASES = [
     Case(T=600, P=128, marks="left"),
     Case(T=600, P=128, marks="documents"),
     Case(T=600, P=64, causal=False),
+    Case(T=700, P=64, H=6, K=2, num_sinks=4, window=256),
+    Case(T=600, P=128, num_sinks=4, window=100, G=2),
+    Case(T=500, P=64, num_sinks=4, window=50, past=333, is_exclusive=False),
+    Case(T=600, P=128, num_sinks=4, window=64, marks="left"),
+    Case(T=600, P=64, num_sinks=3, window=10, marks="documents"),
+    Case(T=400, P=96, num_sinks=200, window=50),
+    Case(T=400, P=64, num_sinks=1000, window=50),
+    Case(T=400, P=64, num_sinks=100, window=1000),
+    Case(T=400, P=64, num_sinks=100, window=20, causal=False),
+    Case(T=1, P=128, past=700, num_sinks=4, window=100),
+    Case(T=600, P=128, scale=0.2),
+    Case(T=600, P=256, softcap=50.0, scale=0.0625, num_sinks=4, window=100),
+    Case(T=600, P=64, softcap=2.0, marks="left"),
 ]
 
 
@@ -343,18 +393,46 @@ def test_a_list_of_everyone_is_plain_attention(kernel_device):
     torch.testing.assert_close(rows.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_kernels_for_hopper_get_cases_without_sinks_and_soft_caps_only(monkeypatch, kernel_device):
+    """They know of neither; a scale they are given."""
+    asked = []
+
+    def can_run(query, is_plain, layout):
+        asked.append(is_plain)
+        return False
+
+    monkeypatch.setattr("meta_attention.ops.routed_attention.hopper.can_run", can_run)
+    case = Case(T=5)
+    inputs = [x.to(kernel_device) for x in make_inputs(case)]
+    plan = make_plan(case, kernel_device, "triton")
+    full, both = {0: None}, case.windows
+    for windows, scores, is_plain in (
+        (both, {}, True),
+        (both, {"scale": 0.3}, True),
+        (both, {"softcap": 5.0}, False),
+        (both, {"num_sinks": 1}, False),
+        (full, {"num_sinks": 1}, True),  # nothing to an expert without a window
+    ):
+        with torch.no_grad():
+            routed_attention(*inputs, plan, windows, causal=True, impl="triton", **scores)
+        assert asked.pop() == is_plain, scores
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize("num_sinks", [0, 4])
+def test_nothing_waits_for_the_device(num_sinks):
     """The plan and everything after it, backward included, leave the host free."""
-    case = Case(T=1000, P=128, window=100)
+    case = Case(T=1000, P=128, window=100, num_sinks=num_sinks)
     inputs = [x.to("cuda", torch.bfloat16).requires_grad_() for x in make_inputs(case)]
     query, key, value = inputs
     weights = make_weights(case).cuda()
 
     def step() -> None:
         plan = plan_routes(weights, is_exclusive=True)
-        rows = routed_attention(query, key, value, plan, case.windows, causal=True)
+        rows = routed_attention(
+            query, key, value, plan, case.windows, causal=True, num_sinks=case.num_sinks
+        )
         torch.autograd.grad(rows, inputs, torch.ones_like(rows))
 
     step()  # compiles

@@ -73,7 +73,7 @@ def make_case(T, K=2, group=2, P=32, routes=tuple(ROUTES), starts=None, per_head
     return Case(*heads, weights, start)
 
 
-def by_definition(case):
+def by_definition(case, num_sinks=0, **scores):
     """Rows [B, H, P]: every expert for every token, by its formula, and the last one kept."""
     T, K = case.key.shape[1:3]
     query, linear_query = (
@@ -82,9 +82,11 @@ def by_definition(case):
     softmax = (query, case.key, case.value)
     linear = (linear_query, case.linear_key, case.linear_value)
     rows = {
-        FULL: naive_full_attention(*softmax, causal=True, mask=case.mask),
+        FULL: naive_full_attention(*softmax, causal=True, mask=case.mask, **scores),
         LINEAR: naive_linear_attention(*linear, causal=True, mask=case.mask),
-        LOCAL: naive_local_attention(*softmax, window=WINDOW, causal=True, mask=case.mask),
+        LOCAL: naive_local_attention(
+            *softmax, window=WINDOW, causal=True, mask=case.mask, num_sinks=num_sinks, **scores
+        ),
     }
     groups = case.weights.expand(-1, K, -1).to(query.dtype)  # [B, K, E]
     per_head = groups.repeat_interleave(query.shape[2] // K, dim=1)  # [B, H, E]
@@ -101,7 +103,9 @@ def state_of(case: Case, T: int) -> Tensor:
     return state
 
 
-def decode(case, impl, *, spare=7, windows=WINDOWS, linear=True, is_token=None, device=DEVICE):
+def decode(
+    case, impl, *, spare=7, windows=WINDOWS, linear=True, is_token=None, device=DEVICE, **scores
+):
     """Rows and the state after the step; ``spare`` positions of the cache are not filled."""
     B, T, K, P = case.key.shape
     caches = []
@@ -124,6 +128,7 @@ def decode(case, impl, *, spare=7, windows=WINDOWS, linear=True, is_token=None, 
         start=case.start.to(device) if case.start.any() else None,
         is_token=None if is_token is None else is_token.to(device),
         linear=step,
+        **scores,
         impl=impl,
     )
     return rows.cpu(), None if step is None else step.state.cpu()
@@ -138,9 +143,9 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(f"{kernel}.MERGE_SIZE", 256)
 
 
-def check_against_definition(case, impl):
-    rows, state = decode(case, impl)
-    oracle, plain = by_definition(case.to(torch.float64)), by_definition(case)
+def check_against_definition(case, impl, **scores):
+    rows, state = decode(case, impl, **scores)
+    oracle, plain = by_definition(case.to(torch.float64), **scores), by_definition(case, **scores)
     assert_within_error_budget("rows", rows, oracle, plain)
     T = case.key.shape[1]
     expected = state_of(case.to(torch.float64), T)
@@ -192,6 +197,42 @@ def test_padding_on_the_left_is_not_seen(impl):
     clean = replace(case, key=case.key.nan_to_num(0.0), value=case.value.nan_to_num(0.0))
     oracle, plain = by_definition(clean.to(torch.float64)), by_definition(clean)
     assert_within_error_budget("rows", rows, oracle, plain)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {"num_sinks": 4},
+        {"num_sinks": 100},  # more than a split
+        {"num_sinks": 3, "scale": 0.4, "softcap": 2.0},
+        {"softcap": 50.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sinks_scale_and_soft_cap(impl, scores):
+    for T in (2, 73, 200):  # T = 73: the window leaves out two tokens
+        check_against_definition(make_case(T, K=1), impl, **scores)
+    # rows that start before, in and after the window: sinks are counted from there
+    check_against_definition(make_case(200, K=1, starts=(3, 180, 150, 60, 126)), impl, **scores)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_sinks_are_read_by_windows_alone_and_nothing_between(impl):
+    T, start, num_sinks = 200, 5, 3
+    case = make_case(T, K=1, starts=(start,) * 5)
+    expected, _ = decode(case, impl, num_sinks=num_sinks)
+    routes = list(ROUTES)
+    local, linear, two = (routes.index(name) for name in ("local", "linear", "two"))
+    without, _ = decode(case, impl)
+    has_window = (case.weights[:, 0, LOCAL] > 0)[:, None, None]
+    assert ((without != expected).any(dim=2, keepdim=True) == has_window).all()
+    for cache in (case.key, case.value):
+        cache[:, :start] = float("nan")
+        cache[[local, two], start + num_sinks : T - 1 - WINDOW] = float("nan")
+        cache[linear] = float("nan")
+    rows, _ = decode(case, impl, num_sinks=num_sinks)
+    assert torch.equal(rows, expected)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -322,12 +363,17 @@ def test_no_gradient_is_recorded():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "scores",
+    [{}, {"num_sinks": 4}, {"num_sinks": 300, "scale": 0.1, "softcap": 30.0}],
+    ids=str,
+)
 @pytest.mark.parametrize(("K", "group", "P"), [(2, 1, 128), (2, 4, 128), (1, 8, 64), (2, 2, 80)])
-def test_kernel_is_as_accurate_in_half_precision(K, group, P, dtype, monkeypatch):
+def test_kernel_is_as_accurate_in_half_precision(K, group, P, scores, dtype, monkeypatch):
     monkeypatch.undo()  # tiles of their real size
     case = make_case(1500, K, group, P, starts=(0, 5, 700, 64, 1400)).to(dtype)
-    rows, state = decode(case, "triton", spare=3000)
-    oracle, plain = by_definition(case.to(torch.float64)), by_definition(case)
+    rows, state = decode(case, "triton", spare=3000, **scores)
+    oracle, plain = by_definition(case.to(torch.float64), **scores), by_definition(case, **scores)
     assert rows.dtype == dtype
     assert_within_error_budget("rows", rows, oracle, plain)
     expected = state_of(case.to(torch.float64), 1500)

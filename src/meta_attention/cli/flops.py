@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\b
 examples:
   meta-attention flops
-  meta-attention flops --mix full=0.1,local=0.9 --window 1024
+  meta-attention flops --mix full=0.1,local=0.9 --window 1024 --num-sinks 4
   meta-attention flops --mix full=0.25,local=0.25,linear=0.5 --hidden-size 2048 --heads 16
   meta-attention flops --mix local=1 --json | jq .rows[0].model
 """
@@ -37,6 +37,9 @@ def flops(
     window_size: Annotated[
         int, typer.Option("--window-size", "--window", min=1, help="reach of local attention")
     ] = 256,
+    num_sinks: Annotated[
+        int, typer.Option(min=0, help="first tokens that local attention also sees")
+    ] = 0,
     vocab_size: Annotated[int, typer.Option(min=1, help="tokens of the vocabulary")] = 32000,
     shared_projections: Annotated[
         bool,
@@ -63,6 +66,7 @@ def flops(
         num_attention_heads=heads,
         num_key_value_heads=heads if kv_heads is None else kv_heads,
         window_size=window_size,
+        num_sinks=num_sinks,
         vocab_size=vocab_size,
         max_position_embeddings=LENGTHS[-1],
         experts=tuple(shares),
@@ -77,6 +81,7 @@ def flops(
             "heads": heads,
             "kv_heads": config.num_key_value_heads,
             "window_size": window_size,
+            "num_sinks": num_sinks,
             "vocab_size": vocab_size,
             "shared_projections": shared_projections,
         }

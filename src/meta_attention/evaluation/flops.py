@@ -36,6 +36,7 @@ from meta_attention.experts import (
     LinearAttention,
     LocalAttention,
     RecurrentExpert,
+    SoftmaxExpert,
     build_experts,
 )
 from meta_attention.ops.heads import check_mask
@@ -257,7 +258,8 @@ def _attention_flops(expert: Expert, listed: QueryList, marks: Tensor) -> float:
     is_listed = torch.arange(T, device=listed.count.device) < listed.count.unsqueeze(-1)
     # beyond its count a list may hold anything
     positions = listed.positions.long().masked_fill(~is_listed, 0)
-    seen = _visible_keys(marks, expert.reach, causal=expert.causal)[:, S - T :]
+    assert isinstance(expert, SoftmaxExpert)
+    seen = _visible_keys(marks, expert.window, expert.num_sinks, causal=expert.causal)[:, S - T :]
     keys = seen.unsqueeze(1).expand(B, G, T).gather(2, positions).masked_fill(~is_listed, 0)
     flops = expert.attention_flops(keys.sum().item() / G)
     if isinstance(expert, GatedFullAttention):
@@ -265,8 +267,8 @@ def _attention_flops(expert: Expert, listed: QueryList, marks: Tensor) -> float:
     return flops
 
 
-def _visible_keys(marks: Tensor, window: int | None, *, causal: bool) -> Tensor:
-    """Keys [B, S] that each token sees, itself included; no window: at any distance."""
+def _visible_keys(marks: Tensor, window: int | None, num_sinks: int, *, causal: bool) -> Tensor:
+    """Keys [B, S] that each token sees, itself and sinks included; no window: at any distance."""
     B, S = marks.shape
     at = torch.arange(S, device=marks.device).expand(B, -1)
     first, last = torch.zeros_like(at), torch.full_like(at, S - 1)
@@ -276,12 +278,20 @@ def _visible_keys(marks: Tensor, window: int | None, *, causal: bool) -> Tensor:
         differs = documents[:, 1:] != documents[:, :-1]
         first = torch.where(F.pad(differs, (1, 0)), at, 0).cummax(dim=1).values
         last = torch.where(F.pad(differs, (0, 1)), at, S - 1).flip(1).cummin(dim=1).values.flip(1)
+    tokens_before = F.pad((marks != 0).cumsum(dim=1), (1, 0))  # [B, S + 1]
+    before_document, before_end = (tokens_before.gather(1, x) for x in (first, last + 1))
     if window is not None:
         first, last = first.maximum(at - window), last.minimum(at + window)
     if causal:
         last = at
-    tokens_before = F.pad((marks != 0).cumsum(dim=1), (1, 0))  # [B, S + 1]
-    return tokens_before.gather(1, last + 1) - tokens_before.gather(1, first)
+    before_first, before_last = (tokens_before.gather(1, x) for x in (first, last + 1))
+    seen = before_last - before_first
+    # sinks before the window, and after it: those of the document without those up to its end
+    seen = seen + (before_first - before_document).clamp(max=num_sinks)
+    if not causal:
+        sinks = (before_end - before_document).clamp(max=num_sinks)
+        seen = seen + (sinks - (before_last - before_document)).clamp(min=0)
+    return seen
 
 
 def _update_flops(expert: Expert, length: int) -> float:

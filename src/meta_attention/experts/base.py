@@ -104,7 +104,19 @@ class Expert(nn.Module):
 
 
 class SoftmaxExpert(Expert):
-    """Softmax attention within a window. Those of a layer run together, in one kernel."""
+    """Softmax attention within a window. Those of a layer run together, in one kernel.
+
+    The attributes below may be set on an expert, as the model it stands in for has them.
+    """
+
+    num_sinks: int = 0
+    """How many first tokens of its row a token sees beside those in the window."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(P)."""
+
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)``; None: as they are."""
 
     @property
     def window(self) -> int | None:
@@ -113,7 +125,7 @@ class SoftmaxExpert(Expert):
 
     @property
     def reach(self) -> int | None:
-        return self.window
+        return None if self.num_sinks > 0 else self.window
 
     def finish(self, rows: Tensor, x: Tensor) -> Tensor:
         """What becomes of the rows ``[B, T, H, P]`` of attention; x is the layer's input."""
@@ -125,7 +137,8 @@ class SoftmaxExpert(Expert):
 
     def flops(self, length: int) -> float:
         window = length if self.window is None else self.window
-        return self.attention_flops(visible_keys(length, window, causal=self.causal))
+        keys = visible_keys(length, window, causal=self.causal, num_sinks=self.num_sinks)
+        return self.attention_flops(keys)
 
 
 class RecurrentExpert(Expert):
@@ -166,12 +179,20 @@ def keep_listed(queries: QueryList, own: Tensor, rows: Tensor) -> Tensor:
     return torch.where(listed.unsqueeze(-1), own, rows)
 
 
-def visible_keys(length: int, window: int, *, causal: bool) -> float:
-    """Keys a token sees within ``window``, itself included, mean over a sequence."""
+def visible_keys(length: int, window: int, *, causal: bool, num_sinks: int = 0) -> float:
+    """Keys a token sees within ``window``, itself included, or as sinks, mean over a sequence."""
     w = min(window, length - 1)
     # the first w tokens see fewer than w before them
     before = w - w * (w + 1) / (2 * length)
-    return 1.0 + before * (1 if causal else 2)
+    # token w + 1 has one position before its window, the next one two
+    farthest = length - 1 - w
+    n = min(num_sinks, farthest)
+    sinks = n * (n + 1) / 2 + (farthest - n) * n
+    if not causal:
+        # and the first tokens have sinks after theirs
+        n = max(min(num_sinks, length) - w - 1, 0)
+        sinks += n * (n + 1) / 2
+    return 1.0 + before * (1 if causal else 2) + sinks / length
 
 
 _REGISTRY: dict[str, type[Expert]] = {}

@@ -15,5 +15,12 @@ class FullAttention(SoftmaxExpert):
 
     def forward(self, heads: Heads, x: Tensor, mask: Tensor | None) -> Tensor:
         return full_attention(
-            heads.query, heads.key, heads.value, causal=self.causal, mask=mask, impl=self.impl
+            heads.query,
+            heads.key,
+            heads.value,
+            causal=self.causal,
+            mask=mask,
+            scale=self.scale,
+            softcap=self.softcap,
+            impl=self.impl,
         )

@@ -9,7 +9,10 @@ from meta_attention.ops.local_attention import local_attention
 
 @register_expert("local")
 class LocalAttention(SoftmaxExpert):
-    """Every token sees its neighbours within the window. The paper's E3."""
+    """Every token sees its neighbours within the window. The paper's E3.
+
+    With ``num_sinks``, also the first tokens of its row.
+    """
 
     paper_cost = 0.30
     keeps_documents_apart = True
@@ -17,6 +20,7 @@ class LocalAttention(SoftmaxExpert):
     def __init__(self, config: MetaAttentionConfig) -> None:
         super().__init__(config)
         self.window_size = config.window_size
+        self.num_sinks = config.num_sinks
 
     @property
     def window(self) -> int:
@@ -30,5 +34,8 @@ class LocalAttention(SoftmaxExpert):
             window=self.window,
             causal=self.causal,
             mask=mask,
+            num_sinks=self.num_sinks,
+            scale=self.scale,
+            softcap=self.softcap,
             impl=self.impl,
         )

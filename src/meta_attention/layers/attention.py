@@ -27,8 +27,8 @@ from meta_attention.layers.projections import (
     positions_of,
 )
 from meta_attention.ops.heads import check_mask
-from meta_attention.ops.route_merge import route_merge, take_chosen
-from meta_attention.ops.route_plan import RoutePlan, plan_routes
+from meta_attention.ops.route_merge import route_merge
+from meta_attention.ops.route_plan import RoutePlan
 from meta_attention.routing import Routes, choose_routes
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, P] each
@@ -183,7 +183,7 @@ class BayesianMetaAttentionLayer(nn.Module):
         else:
             if step is not None and memory is not None:
                 mask = memory.mask_of(step)
-            plan = self._plan(routes, is_padding)
+            plan = run.plan(routes, is_padding, self.config.routing)
             if plan is None:
                 rows = run.on_all(heads, x, mask, memory)
             else:
@@ -228,39 +228,14 @@ class BayesianMetaAttentionLayer(nn.Module):
                 heads[kind._replace(rotated=True)] = self.rotary.rotate(plain, cos, sin)
         return heads
 
-    def _plan(self, routes: Routes, is_padding: Tensor | None) -> RoutePlan | None:
-        """Which tokens each expert works on; None where all experts work on all tokens."""
-        routing = self.config.routing
-        if routing == "soft" or len(self.experts) == 1:
-            return None
-        if routes.weights.requires_grad and self.config.route_gradient == "all":
-            # a straight-through gradient reads the rows that were not chosen, too
-            return None
-        return plan_routes(
-            routes.weights,
-            mask=None if is_padding is None else ~is_padding,
-            is_exclusive=routing == "hard",
-            impl=self.config.impl,
-        )
-
     def _merge(self, rows: list[Tensor], routes: Routes, plan: RoutePlan | None) -> Tensor:
         """Weighted sum [B, T, D]: before the output projection if it is shared, after otherwise."""
-        impl, only_listed = self.config.impl, plan is not None
-        if len(rows) == 1 and plan is None:
-            return self._output(0, rows[0])  # of one expert, which has all the weight
-        if not self.config.shared_projections:
-            outputs = [self._output(index, row) for index, row in enumerate(rows)]
-            return route_merge(routes.weights, outputs, only_listed=only_listed, impl=impl)
-        weights, shape = routes.weights, rows[0].shape
-        if weights.dim() == 4:
-            # the heads of a group have weights of their own, as if they were a token
-            weights = weights.flatten(1, 2)  # [B, T * G, E]
-            rows = [row.reshape(*weights.shape[:2], -1) for row in rows]
-        if plan is not None and plan.is_exclusive:
-            merged = take_chosen(weights, rows[0])
-        else:
-            merged = route_merge(weights, rows, only_listed=only_listed, impl=impl)
-        return self._output(0, merged.reshape(shape))
+        if self.config.shared_projections or (len(rows) == 1 and plan is None):
+            return self._output(0, self.execution.merge(rows, routes, plan))
+        outputs = [self._output(index, row) for index, row in enumerate(rows)]
+        return route_merge(
+            routes.weights, outputs, only_listed=plan is not None, impl=self.config.impl
+        )
 
     def _output(self, index: int, rows: Tensor) -> Tensor:
         """Rows [B, T, H * P] through an output projection: [B, T, D]."""

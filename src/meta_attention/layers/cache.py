@@ -8,6 +8,7 @@ The cache here grows with the text; ``static_cache.py`` has one of fixed size.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import CacheError, ShapeError
-from meta_attention.experts import Expert, RecurrentExpert, build_experts
+from meta_attention.experts import Expert, RecurrentExpert, SoftmaxExpert, build_experts
 from meta_attention.ops.heads import check_mask
 
 
@@ -95,6 +96,45 @@ class Padding:
         return Padding(is_token, self.start, self.has_gaps or self.ends, ends=False)
 
 
+class LayerMemory(Protocol):
+    """What the running of experts asks of the cache of a layer."""
+
+    keys: Tensor | None
+    values: Tensor | None
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """States of recurrent experts by name."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Add keys and values [B, heads, T, P]; return all that the new tokens may look at."""
+
+    def update_newest(
+        self, key_states: Tensor, value_states: Tensor, step: DecodeStep
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """See :meth:`RoutedCacheLayer.update_newest`."""
+
+    def keep_state(self, name: str, state: Tensor) -> None:
+        """Remember the state of a recurrent expert."""
+
+    def open_state(self, name: str, zeros: Callable[[], Tensor]) -> Tensor:
+        """The state of a linear expert, to be written in place."""
+
+    def advance(self, num_tokens: int) -> None:
+        """Count tokens that were written."""
+
+
+def open_state(states: dict[str, Tensor], name: str, zeros: Callable[[], Tensor]) -> Tensor:
+    """The state of that name, to be written in place; kept in ``states``."""
+    state = states.get(name)
+    if state is None:
+        states[name] = state = zeros()
+    elif state.requires_grad or state.is_inference() != torch.is_inference_mode_enabled():
+        # it belongs to a graph, or to a mode, that does not allow it
+        states[name] = state = state.detach().clone()
+    return state
+
+
 def conv_state_name(index: int) -> str:
     """Where a cache keeps the last inputs of the convolution of a set of projections."""
     return f"short_conv.{index}"
@@ -105,15 +145,16 @@ class RoutedCacheLayer(DynamicLayer):
 
     Args:
         experts: The experts of the layer by name. Keys and values are kept when any of them reads
-            them, and only as far back as the farthest-reaching one looks.
+            them, and only as far back as the farthest-reaching one looks; with sinks, all.
         has_conv: A convolution makes queries, keys and values; its last inputs are states, too.
     """
 
     def __init__(self, experts: Mapping[str, Expert], has_conv: bool = False) -> None:
         super().__init__()
         reaches = [e.reach for e in experts.values() if not isinstance(e, RecurrentExpert)]
-        # which counts positions, padding included
-        self.has_window = has_conv or any(reach is not None for reach in reaches)
+        windows = [e.window for e in experts.values() if isinstance(e, SoftmaxExpert)]
+        # which counts positions, padding included; with sinks it reaches farther than itself
+        self.has_window = has_conv or any(n is not None for n in (*reaches, *windows))
         self.window = None if None in reaches else max((r for r in reaches if r), default=0)
         has_states = has_conv or len(reaches) < len(experts)
         self.is_croppable = self.window is None and not has_states
@@ -161,13 +202,7 @@ class RoutedCacheLayer(DynamicLayer):
 
     def open_state(self, name: str, zeros: Callable[[], Tensor]) -> Tensor:
         """The state of a linear expert, to be written in place."""
-        state = self.states.get(name)
-        if state is None:
-            self.states[name] = state = zeros()
-        elif state.requires_grad or state.is_inference() != torch.is_inference_mode_enabled():
-            # it belongs to a graph, or to a mode, that does not allow it
-            self.states[name] = state = state.detach().clone()
-        return state
+        return open_state(self.states, name, zeros)
 
     def mask_of(self, step: DecodeStep) -> Tensor | None:
         """Mask [B, S] of all positions, for a layer that works on all of them."""

@@ -7,12 +7,12 @@ Shapes: B batch, T sequence, D width, H heads, P head width, E experts, G key-va
 has a route of its own, otherwise 1.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meta_attention.config import MetaAttentionConfig
+from meta_attention.config import MetaAttentionConfig, RoutingName
 from meta_attention.experts import (
     Expert,
     Heads,
@@ -21,10 +21,12 @@ from meta_attention.experts import (
     SoftmaxExpert,
     keep_listed,
 )
-from meta_attention.layers.cache import DecodeStep, RoutedCacheLayer
-from meta_attention.ops.route_plan import RoutePlan
+from meta_attention.layers.cache import DecodeStep, LayerMemory
+from meta_attention.ops.route_merge import route_merge, take_chosen
+from meta_attention.ops.route_plan import RoutePlan, plan_routes
 from meta_attention.ops.routed_attention import routed_attention
 from meta_attention.ops.routed_decode import LinearStep, routed_decode
+from meta_attention.routing import Routes
 
 
 class HeadsKind(NamedTuple):
@@ -35,6 +37,20 @@ class HeadsKind(NamedTuple):
 
 
 HeadsByKind = dict[HeadsKind, Heads]
+
+
+class SoftmaxCall(NamedTuple):
+    """What softmax experts that run in one kernel have in common."""
+
+    kind: HeadsKind
+    num_sinks: int
+    scale: float | None
+    softcap: float | None
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Arguments of the attention functions."""
+        return {"num_sinks": self.num_sinks, "scale": self.scale, "softcap": self.softcap}
 
 
 class ExpertExecution:
@@ -61,8 +77,39 @@ class ExpertExecution:
             for index, expert in enumerate(experts)
         ]
 
+    def plan(
+        self, routes: Routes, is_padding: Tensor | None, routing: RoutingName
+    ) -> RoutePlan | None:
+        """Which tokens each expert works on; None where all experts work on all tokens."""
+        if routing == "soft" or len(self.experts) == 1:
+            return None
+        if routes.weights.requires_grad and self.config.route_gradient == "all":
+            # a straight-through gradient reads the rows that were not chosen, too
+            return None
+        return plan_routes(
+            routes.weights,
+            mask=None if is_padding is None else ~is_padding,
+            is_exclusive=routing == "hard",
+            impl=self.config.impl,
+        )
+
+    def merge(self, rows: list[Tensor], routes: Routes, plan: RoutePlan | None) -> Tensor:
+        """Weighted sum [B, T, H * P] of rows before a shared output projection."""
+        if len(rows) == 1 and plan is None:
+            return rows[0]  # of one expert, which has all the weight
+        weights, shape = routes.weights, rows[0].shape
+        if weights.dim() == 4:
+            # the heads of a group have weights of their own, as if they were a token
+            weights = weights.flatten(1, 2)  # [B, T * G, E]
+            rows = [row.reshape(*weights.shape[:2], -1) for row in rows]
+        if plan is not None and plan.is_exclusive:
+            merged = take_chosen(weights, rows[0])
+        else:
+            merged = route_merge(weights, rows, only_listed=plan is not None, impl=self.config.impl)
+        return merged.reshape(shape)
+
     def on_all(
-        self, heads: HeadsByKind, x: Tensor, mask: Tensor | None, memory: RoutedCacheLayer | None
+        self, heads: HeadsByKind, x: Tensor, mask: Tensor | None, memory: LayerMemory | None
     ) -> list[Tensor]:
         """Rows [B, T, H * P] of every expert."""
         with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
@@ -86,7 +133,7 @@ class ExpertExecution:
         heads: HeadsByKind,
         x: Tensor,
         mask: Tensor | None,
-        memory: RoutedCacheLayer | None,
+        memory: LayerMemory | None,
         plan: RoutePlan,
     ) -> list[Tensor]:
         """Rows [B, T, H * P] of every expert for its own tokens; one for all under hard routing."""
@@ -104,16 +151,18 @@ class ExpertExecution:
         else:
             buffers = [torch.empty_like(query)]
 
-        for kind, windows in self._windows_by_kind().items():
+        for call, windows in self._softmax_calls().items():
+            seen = with_past[call.kind]
             rows = routed_attention(
-                with_past[kind].query,
-                with_past[kind].key,
-                with_past[kind].value,
+                seen.query,
+                seen.key,
+                seen.value,
                 plan,
                 windows,
                 causal=self.config.causal,
                 mask=past_mask,
                 rows=buffers[0] if shares else None,
+                **call.scores,
                 impl=self.config.impl,
             )
             for slot, index in enumerate(windows):
@@ -150,11 +199,14 @@ class ExpertExecution:
             memory.advance(x.shape[1])
         return [buffer.flatten(2) for buffer in buffers]
 
-    def can_run_newest(self, heads: HeadsByKind, memory: RoutedCacheLayer) -> bool:
+    def can_run_newest(self, heads: HeadsByKind, memory: LayerMemory) -> bool:
         """Whether :meth:`on_newest` knows these experts and heads.
 
-        It does not know experts with projections or algorithms of their own, and has no gradient.
+        It does not know experts with projections or algorithms of their own, nor softmax experts
+        that differ in more than their window, and has no gradient.
         """
+        if len(self._softmax_calls()) > 1:
+            return False
         kinds = self._kinds_kept()
         others = [type(e) for e in self.experts if not isinstance(e, SoftmaxExpert)]
         has_own_projections = len({kind.projections for kind in heads}) > 1
@@ -172,7 +224,7 @@ class ExpertExecution:
         x: Tensor,
         weights: Tensor,
         step: DecodeStep,
-        memory: RoutedCacheLayer,
+        memory: LayerMemory,
     ) -> Tensor:
         """Rows [B, 1, H * P] of the newest tokens, their experts summed by weight.
 
@@ -180,16 +232,16 @@ class ExpertExecution:
         a say in what becomes of its rows.
         """
         weights = weights.squeeze(1) if weights.dim() == 4 else weights  # [B, G, E]
-        windows: dict[int, int | None] = {}
         finished: dict[int, SoftmaxExpert] = {}
         linear = None
         for index, expert in enumerate(self.experts):
-            if isinstance(expert, SoftmaxExpert):
-                windows[index] = expert.window
-                if expert.has_finish:
-                    finished[index] = expert
-            else:
+            if not isinstance(expert, SoftmaxExpert):
                 linear = self._linear_step(index, heads, memory)
+            elif expert.has_finish:
+                finished[index] = expert
+        calls = self._softmax_calls()  # one, if any
+        windows: dict[int, int | None] = next(iter(calls.values()), {})
+        scores: dict[str, Any] = next((call.scores for call in calls), {})
 
         kinds = self._kinds_kept()
         newest = heads[kinds[0] if kinds else self.kinds[0]]
@@ -213,6 +265,7 @@ class ExpertExecution:
                 start=start,
                 is_token=step.is_token,
                 linear=linear,
+                **scores,
                 impl=self.config.impl,
             )
 
@@ -232,7 +285,7 @@ class ExpertExecution:
         merged = rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
         return merged.to(newest.query.dtype).flatten(1).unsqueeze(1)
 
-    def _linear_step(self, index: int, heads: HeadsByKind, memory: RoutedCacheLayer) -> LinearStep:
+    def _linear_step(self, index: int, heads: HeadsByKind, memory: LayerMemory) -> LinearStep:
         """The newest tokens as the linear expert sees them, and its state."""
         own = heads[self.kinds[index]]
         B, _, K, P = own.key.shape
@@ -244,13 +297,17 @@ class ExpertExecution:
         query, key, value = (x.squeeze(1) for x in (own.query, own.key, own.value))
         return LinearStep(index, query, key, value, memory.open_state(self.names[index], zeros))
 
-    def _windows_by_kind(self) -> dict[HeadsKind, dict[int, int | None]]:
-        """Softmax experts, by the heads they see: those of one kind run in one kernel."""
-        windows: dict[HeadsKind, dict[int, int | None]] = {}
-        for index, expert in enumerate(self.experts):
-            if isinstance(expert, SoftmaxExpert):
-                windows.setdefault(self.kinds[index], {})[index] = expert.window
-        return windows
+    def _softmax_calls(self) -> dict[SoftmaxCall, dict[int, int | None]]:
+        """Windows of the softmax experts, by what they have in common: these run in one kernel."""
+        experts = {i: e for i, e in enumerate(self.experts) if isinstance(e, SoftmaxExpert)}
+        # an expert without a window sees all sinks, and runs along with those that have one
+        sinks = max((e.num_sinks for e in experts.values() if e.window is not None), default=0)
+        calls: dict[SoftmaxCall, dict[int, int | None]] = {}
+        for index, expert in experts.items():
+            num_sinks = sinks if expert.window is None else expert.num_sinks
+            call = SoftmaxCall(self.kinds[index], num_sinks, expert.scale, expert.softcap)
+            calls.setdefault(call, {})[index] = expert.window
+        return calls
 
     def _leaves_gaps(self, mask: Tensor | None) -> bool:
         """Whether rows may be read that nobody has written: those of padding, say."""
@@ -262,7 +319,7 @@ class ExpertExecution:
         self,
         heads: HeadsByKind,
         mask: Tensor | None,
-        memory: RoutedCacheLayer | None,
+        memory: LayerMemory | None,
         T: int,
     ) -> tuple[HeadsByKind, Tensor | None, Tensor | None]:
         """Heads that see the cache, and the masks of the new tokens and of all they see."""
@@ -274,7 +331,7 @@ class ExpertExecution:
         # a window may have dropped the oldest keys
         return with_past, new_mask, None if mask is None else mask[:, mask.shape[1] - kept :]
 
-    def _remember(self, heads: HeadsByKind, memory: RoutedCacheLayer) -> HeadsByKind:
+    def _remember(self, heads: HeadsByKind, memory: LayerMemory) -> HeadsByKind:
         """Add keys and values to the cache; heads that see all of it, for experts that look."""
         kinds = self._kinds_kept()
         if not kinds:

@@ -1,10 +1,12 @@
 """The contract shared by the attention functions: queries, keys, values and padding."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meta_attention.errors import ShapeError
+from meta_attention.errors import ConfigError, ShapeError
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
@@ -55,6 +57,32 @@ def check_mask(mask: Tensor | None, batch: int, length: int) -> None:
         )
 
 
+def check_scores(scale: float | None, softcap: float | None, num_sinks: int = 0) -> None:
+    """Raise unless scores can be scaled and capped like this, and there can be so many sinks."""
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and not 0.0 < number < math.inf:
+            raise ConfigError(f"{name} must be finite and > 0, or None, got {number}")
+    if num_sinks < 0:
+        raise ConfigError(f"num_sinks must be >= 0, got {num_sinks}")
+
+
+def find_sinks(mask: Tensor, num_sinks: int) -> Tensor:
+    """Which tokens [B, S] are the first of their row, or of their document: attention sinks.
+
+    Args:
+        mask: ``[B, S]``, boolean or document numbers in rising order, 0 for padding.
+        num_sinks: How many of each there are.
+    """
+    is_token = mask != 0
+    rank = is_token.cumsum(dim=1)  # from 1
+    if mask.dtype != torch.bool:
+        # a document goes on through padding until the next one begins
+        documents = mask.cummax(dim=1).values
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+        rank = rank - torch.where(begins, rank - 1, 0).cummax(dim=1).values
+    return is_token & (rank <= num_sinks)
+
+
 def sees(query_mask: Tensor, key_mask: Tensor) -> Tensor:
     """Which tokens may see which by their marks: not padding, and the same document.
 
@@ -100,16 +128,32 @@ def as_matrix(x: Tensor) -> tuple[tuple[int, int], tuple[int, int, int]] | None:
     return None
 
 
-def masked_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Fused softmax attention ``[B, H, T, P]`` under an explicit mask ``[B, 1, T, S]``.
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Fused softmax attention ``[B, H, T, P]`` under an explicit mask ``[B, 1, T, S]``, or none.
 
-    Keys and values are ``[B, K, S, P]``.
+    Keys and values are ``[B, K, S, P]``. PyTorch's kernels have no soft-cap: with one, the scores
+    are held whole.
     """
     group = query.shape[1] // key.shape[1]
-    if group > 1 and query.is_cuda:
+    if group > 1 and (softcap is not None or (query.is_cuda and visible is not None)):
         # CUDA's fused kernels take a mask or grouped heads, not both; scores would be held whole
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
         group = 1
+    if softcap is not None:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        factor = query.shape[-1] ** -0.5 if scale is None else scale
+        scores = query.to(wide) @ key.to(wide).transpose(-1, -2) * factor
+        scores = softcap * torch.tanh(scores / softcap)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, float("-inf"))
+        return (scores.softmax(dim=-1) @ value.to(wide)).to(value.dtype)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, enable_gqa=group > 1
+        query, key, value, attn_mask=visible, scale=scale, enable_gqa=group > 1
     )

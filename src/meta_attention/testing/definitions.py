@@ -10,11 +10,19 @@ from torch import Tensor
 
 
 def naive_full_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, mask: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Softmax over every visible token."""
     T = query.shape[1]
-    return _softmax_attention(query, key, value, _band(T, T, causal), mask)
+    visible = _visible(_band(T, T, causal), mask)
+    return _softmax_attention(query, key, value, visible, mask, scale, softcap)
 
 
 def naive_local_attention(
@@ -25,9 +33,19 @@ def naive_local_attention(
     window: int,
     causal: bool,
     mask: Tensor | None = None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Softmax over the visible tokens at most ``window`` away."""
-    return _softmax_attention(query, key, value, _band(query.shape[1], window, causal), mask)
+    """Softmax over the visible tokens at most ``window`` away, and over the first ``num_sinks``."""
+    T = query.shape[1]
+    visible = _visible(_band(T, window, causal), mask)
+    if num_sinks > 0:
+        # of the tokens that full attention sees, those before which there are few
+        everything = _visible(_band(T, T, causal), mask)
+        tokens = _visible(_band(T, T, causal=False), mask)
+        visible = visible | (everything & (tokens.cumsum(dim=-1) <= num_sinks))
+    return _softmax_attention(query, key, value, visible, mask, scale, softcap)
 
 
 def naive_linear_attention(
@@ -43,11 +61,20 @@ def naive_linear_attention(
 
 
 def _softmax_attention(
-    query: Tensor, key: Tensor, value: Tensor, band: Tensor, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
     key, value = _one_per_query_head(query, key, value)
-    scores = torch.einsum("bthp,bshp->bhts", query, key) * query.shape[-1] ** -0.5
-    scores = scores.masked_fill(~_visible(band, mask), float("-inf"))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bthp,bshp->bhts", query, key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
     # a row with nothing to see is all -inf, and its softmax NaN; such rows are padding
     weights = scores.softmax(dim=-1).nan_to_num(0.0)
     return _drop_padding(torch.einsum("bhts,bshp->bthp", weights, value), mask)

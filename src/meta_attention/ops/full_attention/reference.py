@@ -11,14 +11,22 @@ QUERY_BLOCK = 1024
 
 
 def full_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     T, S = query.shape[1], key.shape[1]
     past = S - T
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, T, P]
     # a single query is the last token: it sees everything
-    if mask is None and (past == 0 or T == 1 or not causal):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal and T > 1, enable_gqa=True)
+    if mask is None and softcap is None and (past == 0 or T == 1 or not causal):
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal and T > 1, scale=scale, enable_gqa=True
+        )
         return out.transpose(1, 2)
 
     position = torch.arange(S, device=query.device)
@@ -27,7 +35,7 @@ def full_attention_reference(
         stop = min(start + QUERY_BLOCK, S)
         seen = stop if causal else S
         i, j = position[start:stop, None], position[None, :seen]
-        visible = (j <= i) if causal else torch.ones_like(j, dtype=torch.bool)
+        visible = (j <= i) if causal else (j == j).expand(stop - start, -1)
         if mask is not None:
             visible = visible & sees(mask[:, start:stop], mask[:, :seen])
             # padding sees itself: a row with no key has no softmax
@@ -37,7 +45,9 @@ def full_attention_reference(
                 q[:, :, start - past : stop - past],
                 k[:, :, :seen],
                 v[:, :, :seen],
-                visible.view(-1, 1, stop - start, seen),
+                visible.reshape(-1, 1, stop - start, seen),
+                scale,
+                softcap,
             )
         )
     rows = torch.cat(blocks, dim=2).transpose(1, 2)

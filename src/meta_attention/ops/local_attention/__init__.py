@@ -3,15 +3,18 @@
     out[t] = sum_s softmax_s(query[t] . key[s] / sqrt(P)) value[s]
 
 s runs over [t - window, t] when causal, over [t - window, t + window] otherwise; never over
-padding. Time and memory grow linearly with T.
+padding. Time and memory grow linearly with T. With sinks, s also runs over the first tokens of the
+row (causal: up to t). Another ``scale`` may stand in place of 1 / sqrt(P), and a soft-cap bounds
+the scores.
 """
 
+import torch
 from torch import Tensor
 
 from meta_attention.config import Impl
 from meta_attention.errors import ConfigError
 from meta_attention.ops.backend import choose_impl
-from meta_attention.ops.heads import check_heads
+from meta_attention.ops.heads import check_heads, check_scores
 from meta_attention.ops.local_attention.reference import local_attention_reference
 from meta_attention.ops.routed_attention import attend_all
 
@@ -26,6 +29,9 @@ def local_attention(
     window: int,
     causal: bool,
     mask: Tensor | None = None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Sliding-window attention.
@@ -39,6 +45,10 @@ def local_attention(
         causal: Token t sees positions up to t only.
         mask: ``[B, S]``, 0 for padding. Boolean, or whole numbers: the documents packed into a
             row, in rising order, which do not see each other.
+        num_sinks: How many first tokens of its row, or of its document, a token sees beside those
+            in the window; padding before them does not count.
+        scale: Factor of the scores; default 1 / sqrt(P).
+        softcap: Scores become ``softcap * tanh(score / softcap)``; default: as they are.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``.
 
     Returns:
@@ -47,6 +57,23 @@ def local_attention(
     check_heads(query, key, value, mask)
     if window < 1:
         raise ConfigError(f"window must be >= 1, got {window}")
-    if choose_impl("local_attention", impl, query, compiles=True) == "triton":
-        return attend_all(query, key, value, window, causal=causal, mask=mask, impl="triton")
-    return local_attention_reference(query, key, value, window, causal, mask)
+    check_scores(scale, softcap, num_sinks)
+    chosen = choose_impl("local_attention", impl, query, compiles=True)
+    # blocks of the reference share their sinks, which those of several documents cannot
+    has_documents = mask is not None and mask.dtype != torch.bool
+    if chosen == "triton" or (num_sinks > 0 and has_documents):
+        return attend_all(
+            query,
+            key,
+            value,
+            window,
+            causal=causal,
+            mask=mask,
+            num_sinks=num_sinks,
+            scale=scale,
+            softcap=softcap,
+            impl=chosen,
+        )
+    return local_attention_reference(
+        query, key, value, window, causal, mask, num_sinks, scale, softcap
+    )

@@ -4,8 +4,11 @@
     keys      |...=====|========|=====...|      w before it, and w after it unless causal
 
 Blocks become the batch of PyTorch's fused attention, so no score matrix is held, and the cost is
-T * (n + w) scores. Blocks shorter than the window would copy more keys than they use.
+T * (n + w) scores. Blocks shorter than the window would copy more keys than they use. Sinks stand
+before the keys of every block, for the queries that do not have them in their window.
 """
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +22,27 @@ MIN_BLOCK = 64
 SEGMENT = 8192
 
 
+class Sinks(NamedTuple):
+    """The first tokens of every row."""
+
+    key: Tensor  # [B, n, K, P]
+    value: Tensor  # [B, n, K, P]
+    position: Tensor  # [B, n] among the keys
+    is_token: Tensor  # [B, n], false where a row has fewer
+
+
 def local_attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, window: int, causal: bool, mask: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int,
+    causal: bool,
+    mask: Tensor | None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
+    """``mask`` is boolean where there are sinks."""
     B, T, _, _ = query.shape
     S = key.shape[1]
     # no token is farther away than S - 1
@@ -33,9 +54,13 @@ def local_attention_reference(
     marks = mask
     if marks is None:
         marks = torch.ones(1, S, dtype=torch.bool, device=query.device)
+    sinks = _first_tokens(key, value, mask, num_sinks) if num_sinks > 0 else None
     rows = [
-        _attend(q, k, v, m.expand(B, -1), before, after, block)
-        for q, k, v, m in zip(
+        _attend(
+            q, k, v, m.expand(B, -1), before, after, block, first, causal, sinks, scale, softcap
+        )
+        for first, q, k, v, m in zip(
+            range(S - T, S, segment),
             query.split(segment, dim=1),
             _with_context(key, T, segment, before, after),
             _with_context(value, T, segment, before, after),
@@ -44,6 +69,20 @@ def local_attention_reference(
         )
     ]
     return drop_padding(torch.cat(rows, dim=1), None if mask is None else mask[:, S - T :])
+
+
+def _first_tokens(key: Tensor, value: Tensor, mask: Tensor | None, num_sinks: int) -> Sinks:
+    B, S, K, P = key.shape
+    n = min(num_sinks, S)
+    if mask is None:
+        position = torch.arange(n, device=key.device).expand(B, n)
+        return Sinks(
+            key[:, :n], value[:, :n], position, torch.ones_like(position, dtype=torch.bool)
+        )
+    # tokens before padding, each in order
+    position = mask.byte().argsort(dim=1, descending=True, stable=True)[:, :n]
+    index = position[:, :, None, None].expand(B, n, K, P)
+    return Sinks(key.gather(1, index), value.gather(1, index), position, mask.gather(1, position))
 
 
 def _with_context(x: Tensor, T: int, segment: int, before: int, after: int) -> list[Tensor]:
@@ -68,9 +107,23 @@ def _with_context(x: Tensor, T: int, segment: int, before: int, after: int) -> l
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, marks: Tensor, before: int, after: int, block: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    marks: Tensor,
+    before: int,
+    after: int,
+    block: int,
+    first: int,
+    causal: bool,
+    sinks: Sinks | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
-    """One segment: queries [B, n, H, P]; keys, values and marks [B, before + n + after, ...]."""
+    """One segment: queries [B, n, H, P]; keys, values and marks [B, before + n + after, ...].
+
+    Its first query is at position ``first`` among the keys of the sequence.
+    """
     B, n, H, P = q.shape
     tail = -n % block
     span = before + block + after
@@ -88,10 +141,27 @@ def _attend(
     visible = (in_window & sees(query_marks, key_marks)) | (i == j)  # [B * N, block, span]
 
     queries = F.pad(q, (0, 0, 0, 0, 0, tail)).view(-1, block, H, P)  # [B * N, block, H, P]
+    # [B * N, K, P, span] -> [B * N, K, span, P]
+    keys, values = (spans(x).transpose(2, 3) for x in (k, v))
+    if sinks is not None:
+        num_blocks = (n + tail) // block
+
+        def of_blocks(x: Tensor) -> Tensor:  # [B, ...] -> [B * N, ...]
+            return x.repeat_interleave(num_blocks, dim=0)
+
+        starts = first + block * torch.arange(num_blocks, device=q.device).repeat(B)  # [B * N]
+        at = starts[:, None, None] + i  # [B * N, block, 1]
+        position = of_blocks(sinks.position).unsqueeze(1)
+        is_outside = position < at - before
+        if not causal:
+            is_outside |= position > at + after
+        is_seen = is_outside & of_blocks(sinks.is_token).unsqueeze(1)  # [B * N, block, sinks]
+        visible = torch.cat([is_seen, visible], dim=2)
+        keys, values = (
+            torch.cat([of_blocks(x).transpose(1, 2), x_span], dim=2)
+            for x, x_span in ((sinks.key, keys), (sinks.value, values))
+        )
     rows = masked_attention(
-        queries.transpose(1, 2),
-        spans(k).transpose(2, 3),
-        spans(v).transpose(2, 3),
-        visible.unsqueeze(1),
+        queries.transpose(1, 2), keys, values, visible.unsqueeze(1), scale, softcap
     )
     return rows.transpose(1, 2).reshape(B, n + tail, H, P)[:, :n]

@@ -3,8 +3,9 @@
     out[t] = sum_s softmax_s(query[t] . key[s] / sqrt(P)) value[s]      for t in a list
 
 Each list has a window: None for all positions a token may see, or the number of them on each
-allowed side. So full and local attention are one function, and run together. Queries outside the
-lists cost nothing; keys and values are those of all tokens.
+allowed side. So full and local attention are one function, and run together. Lists with a window
+may see the first tokens of a row beside it (attention sinks). Queries outside the lists cost
+nothing; keys and values are those of all tokens.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from torch import Tensor
 from meta_attention.config import Impl
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.ops.backend import choose_impl
-from meta_attention.ops.heads import check_heads
+from meta_attention.ops.heads import check_heads, check_scores
 from meta_attention.ops.route_plan import RoutePlan, plan_routes
 from meta_attention.ops.routed_attention.reference import routed_attention_reference
 
@@ -32,6 +33,9 @@ def routed_attention(
     causal: bool,
     mask: Tensor | None = None,
     rows: Tensor | None = None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Softmax attention over query lists.
@@ -49,6 +53,10 @@ def routed_attention(
             row, in rising order, which do not see each other.
         rows: Buffer to write into and return, for experts that share one; only under an exclusive
             plan. Its gradient is passed on as it is. Default: zeros.
+        num_sinks: How many first tokens of its row, or of its document, a token of a list with a
+            window sees beside those in it; padding before them does not count.
+        scale: Factor of the scores; default 1 / sqrt(P).
+        softcap: Scores become ``softcap * tanh(score / softcap)``; default: as they are.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``.
 
     Returns:
@@ -57,6 +65,7 @@ def routed_attention(
     """
     check_heads(query, key, value, mask)
     check_plan(plan, query, key)
+    check_scores(scale, softcap, num_sinks)
     num_lists = plan.counts.shape[2]
     for index, window in windows.items():
         if not 0 <= index < num_lists:
@@ -74,11 +83,14 @@ def routed_attention(
             f"rows must be like query {list(query.shape)}, contiguous along the last axis and "
             f"under an exclusive plan, got {list(rows.shape)} of strides {list(rows.stride())}"
         )
+    if all(window is None for window in windows.values()):
+        num_sinks = 0  # among all that these see
+    arguments = (query, key, value, plan, windows, causal, mask, rows, num_sinks, scale, softcap)
     if choose_impl("routed_attention", impl, query) == "triton":
         from meta_attention.ops.routed_attention.kernel import routed_attention_triton
 
-        return routed_attention_triton(query, key, value, plan, windows, causal, mask, rows)
-    return routed_attention_reference(query, key, value, plan, windows, causal, mask, rows)
+        return routed_attention_triton(*arguments)
+    return routed_attention_reference(*arguments)
 
 
 def attend_all(
@@ -89,6 +101,9 @@ def attend_all(
     *,
     causal: bool,
     mask: Tensor | None = None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Softmax attention of every token; padding gets zero rows."""
@@ -97,7 +112,17 @@ def attend_all(
     everyone = torch.ones(B, T, 1, device=query.device)
     plan = plan_routes(everyone, mask=new_mask, is_exclusive=True, impl=impl)
     return routed_attention(
-        query, key, value, plan, {0: window}, causal=causal, mask=mask, impl=impl
+        query,
+        key,
+        value,
+        plan,
+        {0: window},
+        causal=causal,
+        mask=mask,
+        num_sinks=num_sinks,
+        scale=scale,
+        softcap=softcap,
+        impl=impl,
     )
 
 

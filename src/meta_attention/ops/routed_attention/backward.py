@@ -4,13 +4,15 @@ import triton
 import triton.language as tl
 
 from meta_attention.ops.routed_attention.forward import (
-    LOG2_E,
     bounds_of,
+    factors_of,
     find_head,
     find_tile,
     is_visible,
     load_tile,
     middle_of,
+    sinks_of,
+    squash,
 )
 
 
@@ -36,6 +38,7 @@ def attend_backwards(
     begin,
     end,
     S,
+    inside,
     scale,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -44,6 +47,7 @@ def attend_backwards(
     TMA: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_MARKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Add what the keys from ``begin`` to ``end`` give to the gradient of a tile of queries."""
     for first in range(begin, end, KEYS):
@@ -54,6 +58,8 @@ def attend_backwards(
             v_desc, v_ptr, row, column, stride_vs, first, S, KEYS, WIDTH, BLOCK_P, TMA, MASKED
         )
         scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if SOFTCAP > 0:
+            scores = squash(scores * inside)
         weights = tl.exp2(scores * scale - lse[:, None])
         if MASKED:
             s = first + tl.arange(0, KEYS)[None, :]
@@ -61,6 +67,8 @@ def attend_backwards(
             weights = tl.where(visible, weights, 0.0)
         d_weights = tl.dot(d_out, v.T, input_precision=PRECISION)
         d_scores = weights * (d_weights - delta[:, None])
+        if SOFTCAP > 0:
+            d_scores *= 1.0 - scores * scores
         acc = tl.dot(d_scores.to(k.dtype), k, acc, input_precision=PRECISION)
     return acc
 
@@ -128,6 +136,8 @@ def routed_attention_bwd_query_kernel(
     HAS_MARKS: tl.constexpr,
     SPREAD: tl.constexpr,
     ADD: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Query gradient [B, T, H, P], contiguous.
 
@@ -179,9 +189,16 @@ def routed_attention_bwd_query_kernel(
     tl.store(packed_d_ptr + packed, tl.where(is_row[:, None], d_out, 0.0), mask=in_width)
 
     marks_ptr += batch * S
-    starts_ptr += batch * S
+    starts_ptr += batch * S * (2 if NUM_SINKS > 0 else 1)
     at = t + (S - T)
     low, high = bounds_of(at, window, starts_ptr, S, CAUSAL, HAS_MARKS)
+    first_sink = low
+    last_sink = low
+    if NUM_SINKS > 0:
+        first_sink, stop, high = sinks_of(
+            at, low, high, starts_ptr, S, NUM_SINKS, CAUSAL, HAS_MARKS
+        )
+        last_sink = stop - 1
     marks = at
     if HAS_MARKS:
         marks = tl.load(marks_ptr + at)
@@ -195,21 +212,28 @@ def routed_attention_bwd_query_kernel(
     v_ptr += batch * stride_vb + kv.to(tl.int64) * stride_vh
     row = b * desc_rows_b + kv * desc_rows_h
     column = kv * desc_columns_h
-    factor = scale * LOG2_E
+    inside, factor = factors_of(scale, SOFTCAP)
+    if NUM_SINKS > 0:
+        acc = attend_backwards(
+            q, d_out, acc, lse, delta, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
+            stride_vs, marks_ptr, first_sink[:, None], last_sink[:, None], marks,
+            tl.min(first_sink), tl.max(last_sink) + 1, S, inside, factor,
+            KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS, SOFTCAP,
+        )  # fmt: skip
     acc = attend_backwards(
         q, d_out, acc, lse, delta, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
-        stride_vs, marks_ptr, low, high, marks, begin, inner, S, factor,
-        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS,
+        stride_vs, marks_ptr, low, high, marks, begin, inner, S, inside, factor,
+        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS, SOFTCAP,
     )  # fmt: skip
     acc = attend_backwards(
         q, d_out, acc, lse, delta, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
-        stride_vs, marks_ptr, low, high, marks, inner, outer, S, factor,
-        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, False, HAS_MARKS,
+        stride_vs, marks_ptr, low, high, marks, inner, outer, S, inside, factor,
+        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, False, HAS_MARKS, SOFTCAP,
     )  # fmt: skip
     acc = attend_backwards(
         q, d_out, acc, lse, delta, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
-        stride_vs, marks_ptr, low, high, marks, outer, end, S, factor,
-        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS,
+        stride_vs, marks_ptr, low, high, marks, outer, end, S, inside, factor,
+        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS, SOFTCAP,
     )  # fmt: skip
 
     acc *= scale
@@ -245,6 +269,7 @@ def attend_from_keys(
     window,
     past,
     S,
+    inside,
     scale,
     QUERIES: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -254,6 +279,8 @@ def attend_from_keys(
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_MARKS: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Add what the entries ``first`` to ``last`` of a list give to a tile of keys and values.
 
@@ -267,18 +294,29 @@ def attend_from_keys(
         lse = tl.load(lse_ptr + rows)
         delta = tl.load(delta_ptr + rows)
         scores = tl.dot(k, q.T, input_precision=PRECISION)  # [keys, queries]
+        if SOFTCAP > 0:
+            scores = squash(scores * inside)
         weights = tl.exp2(scores * scale - lse[None, :])
         if MASKED:
             entry = start + tl.arange(0, QUERIES)
             at = tl.load(order + tl.minimum(entry, count - 1)) + past
             low, high = bounds_of(at, window, starts_ptr, S, CAUSAL, HAS_MARKS)
-            visible = (s >= low[None, :]) & (s <= high[None, :])
+            if NUM_SINKS > 0:
+                first_sink, stop, high = sinks_of(
+                    at, low, high, starts_ptr, S, NUM_SINKS, CAUSAL, HAS_MARKS
+                )
+                visible = (s >= low[None, :]) & (s <= high[None, :])
+                visible = visible | ((s >= first_sink[None, :]) & (s < stop[None, :]))
+            else:
+                visible = (s >= low[None, :]) & (s <= high[None, :])
             if HAS_MARKS:
                 visible = visible & (key_marks == tl.load(marks_ptr + at)[None, :])
             weights = tl.where(visible, weights, 0.0)
         dv = tl.dot(weights.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
         d_weights = tl.dot(v, d_out.T, input_precision=PRECISION)
         d_scores = weights * (d_weights - delta[None, :])
+        if SOFTCAP > 0:
+            d_scores *= 1.0 - scores * scores
         dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -329,6 +367,8 @@ def routed_attention_bwd_key_kernel(
     HAS_MARKS: tl.constexpr,
     EXCLUSIVE: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Gradients [B, S, K, P], contiguous, of a tile of keys and values, of all heads they serve."""
     kv = tl.program_id(0) % K
@@ -347,7 +387,7 @@ def routed_attention_bwd_key_kernel(
         v_ptr + batch * stride_vb + head * stride_vh + s64 * stride_vs + p, mask=is_read, other=0.0
     )
     marks_ptr += batch * S
-    starts_ptr += batch * S
+    starts_ptr += batch * S * (2 if NUM_SINKS > 0 else 1)
     key_marks = s
     # queries that may see any of these keys, by position among the keys
     stop = tl.minimum(start + KEYS, S)
@@ -355,8 +395,13 @@ def routed_attention_bwd_key_kernel(
     if HAS_MARKS:
         key_marks = tl.load(marks_ptr + s, mask=s < S, other=0)
         last_seen = tl.load(ends_ptr + batch * S + stop - 1)
+    # sinks are seen from afar
+    has_sinks = start < NUM_SINKS
+    if HAS_MARKS and NUM_SINKS > 0:
+        sink_stops = tl.load(starts_ptr + S + s, mask=s < S, other=0)
+        has_sinks = tl.max(sink_stops - s) > 0
     past = S - T
-    factor = scale * LOG2_E
+    inside, factor = factors_of(scale, SOFTCAP)
 
     dk = tl.zeros([KEYS, BLOCK_P], tl.float32)
     dv = tl.zeros([KEYS, BLOCK_P], tl.float32)
@@ -372,6 +417,10 @@ def routed_attention_bwd_key_kernel(
         ranks = ranks_ptr + (group * E + e).to(tl.int64) * num_ranks
         earliest = start if CAUSAL else tl.maximum(start - window, 0)
         latest = tl.minimum(stop + window, last_seen)
+        if NUM_SINKS > 0:
+            if not CAUSAL:
+                earliest = tl.where(has_sinks, 0, earliest)
+            latest = tl.where(has_sinks, last_seen, latest)
         first = tl.load(ranks + tl.maximum(earliest - past, 0) // RANK_BLOCK)
         last = tl.load(ranks + tl.cdiv(tl.maximum(latest - past, 0), RANK_BLOCK))
         first = first // QUERIES * QUERIES
@@ -389,14 +438,14 @@ def routed_attention_bwd_key_kernel(
             dk, dv = attend_from_keys(
                 dk, dv, k, v, q_desc, d_desc, packed_q_ptr, packed_d_ptr, packed_lse_ptr,
                 packed_delta_ptr, packed, order, marks_ptr, starts_ptr, key_marks, s, first, inner,
-                count, window, past, S, factor,
-                QUERIES, WIDTH, BLOCK_P, PRECISION, TMA, CAUSAL, True, HAS_MARKS,
+                count, window, past, S, inside, factor, QUERIES, WIDTH, BLOCK_P, PRECISION, TMA,
+                CAUSAL, True, HAS_MARKS, NUM_SINKS, SOFTCAP,
             )  # fmt: skip
             dk, dv = attend_from_keys(
                 dk, dv, k, v, q_desc, d_desc, packed_q_ptr, packed_d_ptr, packed_lse_ptr,
                 packed_delta_ptr, packed, order, marks_ptr, starts_ptr, key_marks, s, inner, last,
-                count, window, past, S, factor,
-                QUERIES, WIDTH, BLOCK_P, PRECISION, TMA, CAUSAL, False, HAS_MARKS,
+                count, window, past, S, inside, factor, QUERIES, WIDTH, BLOCK_P, PRECISION, TMA,
+                CAUSAL, False, HAS_MARKS, NUM_SINKS, SOFTCAP,
             )  # fmt: skip
         if EXCLUSIVE:
             base += tl.cdiv(count, packed_tile) * packed_tile

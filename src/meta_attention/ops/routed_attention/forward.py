@@ -101,6 +101,25 @@ def is_visible(s, low, high, query_marks, marks_ptr, S, HAS_MARKS: tl.constexpr)
 
 
 @triton.jit
+def squash(x):
+    """tanh(x), to the last bits of float32 also near zero, where a quotient loses them."""
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    quotient = (1.0 - power) / (1.0 + power)
+    y = x * x
+    series = x * (1.0 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    return tl.where(y < 0.0625, series, tl.where(x < 0, -quotient, quotient))
+
+
+@triton.jit
+def factors_of(scale, SOFTCAP: tl.constexpr):
+    """What products of queries and keys are multiplied with before a soft-cap, and after it."""
+    if SOFTCAP > 0:
+        return scale / SOFTCAP, SOFTCAP * LOG2_E
+    else:
+        return scale, scale * LOG2_E
+
+
+@triton.jit
 def attend(
     q,
     acc,
@@ -121,6 +140,7 @@ def attend(
     begin,
     end,
     S,
+    inside,
     scale,
     KEYS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -129,6 +149,7 @@ def attend(
     TMA: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_MARKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Go on with a softmax over the keys from ``begin`` to ``end``, tile by tile."""
     for first in range(begin, end, KEYS):
@@ -136,6 +157,8 @@ def attend(
             k_desc, k_ptr, row, column, stride_ks, first, S, KEYS, WIDTH, BLOCK_P, TMA, MASKED
         )
         scores = tl.dot(q, k.T, input_precision=PRECISION)
+        if SOFTCAP > 0:
+            scores = squash(scores * inside)
         if MASKED:
             s = first + tl.arange(0, KEYS)[None, :]
             visible = is_visible(s, low, high, query_marks, marks_ptr, S, HAS_MARKS)
@@ -166,6 +189,34 @@ def bounds_of(position, window, starts_ptr, S, CAUSAL: tl.constexpr, HAS_MARKS: 
         low = tl.maximum(low, tl.load(starts_ptr + position))
     high = position if CAUSAL else tl.minimum(position + window, S - 1)
     return low, high
+
+
+@triton.jit
+def sinks_of(
+    position,
+    low,
+    high,
+    starts_ptr,
+    S,
+    NUM_SINKS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_MARKS: tl.constexpr,
+):
+    """Where the sinks before ``low`` begin and end [m], and the last key that queries then see.
+
+    A query sees them and the keys from ``low`` to that one, so none of them twice. Of a list
+    without a window there are none before it.
+    """
+    if HAS_MARKS:
+        first = tl.load(starts_ptr + position)
+        stop = tl.load(starts_ptr + S + position)
+    else:
+        first = position * 0
+        stop = tl.minimum(first + NUM_SINKS, S)
+    if not CAUSAL:
+        # sinks after the window: all of its keys, and what lies between, are sinks too
+        high = tl.maximum(high, stop - 1)
+    return first, tl.minimum(stop, low), high
 
 
 @triton.jit
@@ -233,6 +284,8 @@ def routed_attention_fwd_kernel(
     TMA: tl.constexpr,
     HAS_MARKS: tl.constexpr,
     SPREAD: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     any_head, program = find_head(num_tiles, num_heads, counts_ptr, lists_ptr, SPREAD, QUERIES)
     h = any_head % H
@@ -259,9 +312,16 @@ def routed_attention_fwd_kernel(
     )
 
     marks_ptr += batch * S
-    starts_ptr += batch * S
+    starts_ptr += batch * S * (2 if NUM_SINKS > 0 else 1)
     at = t + (S - T)
     low, high = bounds_of(at, window, starts_ptr, S, CAUSAL, HAS_MARKS)
+    first_sink = low
+    last_sink = low
+    if NUM_SINKS > 0:
+        first_sink, stop, high = sinks_of(
+            at, low, high, starts_ptr, S, NUM_SINKS, CAUSAL, HAS_MARKS
+        )
+        last_sink = stop - 1
     marks = at
     if HAS_MARKS:
         marks = tl.load(marks_ptr + at)
@@ -277,21 +337,28 @@ def routed_attention_fwd_kernel(
     v_ptr += batch * stride_vb + kv.to(tl.int64) * stride_vh
     row = b * desc_rows_b + kv * desc_rows_h
     column = kv * desc_columns_h
-    factor = scale * LOG2_E
+    inside, factor = factors_of(scale, SOFTCAP)
+    if NUM_SINKS > 0:
+        acc, top, total = attend(
+            q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
+            stride_vs, marks_ptr, first_sink[:, None], last_sink[:, None], marks,
+            tl.min(first_sink), tl.max(last_sink) + 1, S, inside, factor,
+            KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS, SOFTCAP,
+        )  # fmt: skip
     acc, top, total = attend(
         q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
-        stride_vs, marks_ptr, low, high, marks, begin, inner, S, factor,
-        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS,
+        stride_vs, marks_ptr, low, high, marks, begin, inner, S, inside, factor,
+        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS, SOFTCAP,
     )  # fmt: skip
     acc, top, total = attend(
         q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
-        stride_vs, marks_ptr, low, high, marks, inner, outer, S, factor,
-        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, False, HAS_MARKS,
+        stride_vs, marks_ptr, low, high, marks, inner, outer, S, inside, factor,
+        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, False, HAS_MARKS, SOFTCAP,
     )  # fmt: skip
     acc, top, total = attend(
         q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
-        stride_vs, marks_ptr, low, high, marks, outer, end, S, factor,
-        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS,
+        stride_vs, marks_ptr, low, high, marks, outer, end, S, inside, factor,
+        KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS, SOFTCAP,
     )  # fmt: skip
 
     rows = rows_ptr + slot.to(tl.int64) * stride_rn + batch * stride_rb + h.to(tl.int64) * stride_rh

@@ -438,7 +438,10 @@ def routed_attention_hopper_kernel(
 
 
 def can_run(query: Tensor, is_plain: bool, layout: object) -> bool:
-    """Whether this kernel covers the case: causal, nothing masked, keys in a layout it can copy."""
+    """Whether this kernel covers the case: causal, nothing masked, keys in a layout it can copy.
+
+    Plain is a case without padding, documents, sinks or a soft-cap.
+    """
     return (
         is_plain
         and layout is not None
@@ -489,6 +492,7 @@ def launch_forward(
     num_tiles: int,
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
+    scale: float,
     spread: int,
 ) -> None:
     B, _, H, P = query.shape
@@ -497,7 +501,7 @@ def launch_forward(
         routed_attention_hopper_kernel,
         (num_tiles * B * H, 1, 1),
         (query, *described, rows, lse, lists, positions, counts),
-        (num_tiles, B * H, *sizes, *query.stride()[:3], *strides, *offsets, P**-0.5),
+        (num_tiles, B * H, *sizes, *query.stride()[:3], *strides, *offsets, scale),
         {
             "NUM_LISTS": lists.shape[0],
             "SPREAD": spread,

@@ -406,6 +406,7 @@ def launch_key_gradients(
     sizes: tuple[int, ...],
     packed_rows: int,
     packed_tile: int,
+    scale: float,
     is_exclusive: bool,
 ) -> None:
     B, S, K, P = key.shape
@@ -419,7 +420,7 @@ def launch_key_gradients(
         routed_attention_hopper_key_kernel,
         (B * K, ceil_div(S, KEYS), 1),
         (*described, dk, dv, lists, positions, counts, ranks),
-        (*sizes, packed_rows, packed_tile, ranks.shape[-1], *offsets, P**-0.5),
+        (*sizes, packed_rows, packed_tile, ranks.shape[-1], *offsets, scale),
         {
             "NUM_LISTS": lists.shape[0],
             "QUERIES": QUERIES,

@@ -386,6 +386,7 @@ def launch_query_gradient(
     sizes: tuple[int, ...],
     packed_rows: int,
     packed_base: int,
+    scale: float,
     spread: int,
     is_added: bool,
 ) -> None:
@@ -399,7 +400,7 @@ def launch_query_gradient(
         (
             *(num_tiles, B * H, *sizes, packed_rows, packed_base),
             *(*query.stride()[:3], *rows.stride()[:3], *d_rows.stride()[:3]),
-            *(*offsets, P**-0.5),
+            *(*offsets, scale),
         ),
         {
             "NUM_LISTS": num_lists,

@@ -2,6 +2,7 @@
 
     list      2 3 7 8 | 9 14 15 20 | ...          a tile of queries, all of one list
     keys      [lowest bound ........ highest]     masked at both ends, plain in the middle
+    sinks     [first ones]                        before them, where a window leaves them out
 
 Forward and the query gradient run over tiles of queries, the longest first; the gradients of keys
 and values over tiles of keys, which find the queries that see them through the plan's ranks. So no
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from meta_attention.errors import ShapeError
-from meta_attention.ops.heads import as_matrix, last_contiguous
+from meta_attention.ops.heads import as_matrix, find_sinks, last_contiguous
 from meta_attention.ops.launch import apply, ceil_div, compute_capability, launch, next_power_of_2
 from meta_attention.ops.route_plan import RANK_BLOCK, RoutePlan
 from meta_attention.ops.routed_attention import (
@@ -92,13 +93,13 @@ def choose_tiles(kernel: str, width: int, itemsize: int, shared_memory: int) -> 
 
 class RoutedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, query, key, value, plan, windows, causal, marks):
+    def forward(ctx, rows, query, key, value, plan, windows, causal, marks, scores):
         # rows [N, B, T, H, P], or [B, T, H, P] under an exclusive plan
         B, T, H = query.shape[:3]
         lse = torch.empty(*rows.shape[:-4], B, H, T, dtype=torch.float32, device=query.device)
-        _Launch(query, key, value, plan, windows, causal, marks).forward(rows, lse)
+        _Launch(query, key, value, plan, windows, causal, marks, scores).forward(rows, lse)
         ctx.save_for_backward(query, key, value, rows, lse)
-        ctx.plan, ctx.windows, ctx.causal, ctx.marks = plan, windows, causal, marks
+        ctx.arguments = (plan, windows, causal, marks, scores)
         # returned as it is, and not marked as changed: rows of other lists, which an expert before
         # this one has saved, are left alone
         return rows
@@ -107,20 +108,28 @@ class RoutedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_rows):
         query, key, value, rows, lse = ctx.saved_tensors
-        work = _Launch(query, key, value, ctx.plan, ctx.windows, ctx.causal, ctx.marks)
+        work = _Launch(query, key, value, *ctx.arguments)
         gradients = work.backward(rows, last_contiguous(d_rows.to(query.dtype)), lse)
-        return d_rows, *gradients, None, None, None, None
+        return d_rows, *gradients, None, None, None, None, None
+
+
+class _Scores(NamedTuple):
+    """What becomes of products of queries and keys, and which are also looked at."""
+
+    num_sinks: int
+    scale: float
+    softcap: float  # 0: none
 
 
 class _Marks(NamedTuple):
     """What padding and documents make of the keys, [B, S] int32 each."""
 
     marks: Tensor  # 0 for padding, or the document
-    starts: Tensor  # first position a token's document has
+    starts: Tensor  # first position a token's document has; [B, 2, S]: and that after its sinks
     ends: Tensor  # position after its last
 
 
-def _marks_of(mask: Tensor) -> _Marks:
+def _marks_of(mask: Tensor, num_sinks: int) -> _Marks:
     marks = mask.int().contiguous()
     # padding counts to the document before it
     documents = marks.cummax(dim=1).values
@@ -131,6 +140,9 @@ def _marks_of(mask: Tensor) -> _Marks:
     starts = torch.where(first, position, 0).cummax(dim=1).values
     ends = torch.where(last, position + 1, marks.shape[1])
     ends = ends.flip(1).cummin(dim=1).values.flip(1)
+    if num_sinks > 0:
+        sink_stops = torch.where(find_sinks(mask, num_sinks), position + 1, 0).cummax(dim=1).values
+        starts = torch.stack([starts, sink_stops.gather(1, ends.long() - 1)], dim=1)
     return _Marks(marks, starts.int().contiguous(), ends.int().contiguous())
 
 
@@ -162,9 +174,11 @@ class _Launch:
         windows: tuple[tuple[int, int], ...],
         causal: bool,
         marks: _Marks | None,
+        scores: _Scores,
     ) -> None:
         self.query, self.key, self.value, self.plan = query, key, value, plan
         self.windows, self.causal, self.marks = windows, causal, marks
+        self.num_sinks, self.scale, self.softcap = scores
         self.B, self.T, self.H, self.P = query.shape
         self.S, self.K = key.shape[1:3]
         self.lists = _lists_on(query.device, windows)
@@ -173,7 +187,8 @@ class _Launch:
         self.layout = as_matrix(key)
         if key.stride() != value.stride() or value.data_ptr() % 16:
             self.layout = None
-        self.is_hopper = hopper.can_run(query, causal and marks is None, self.layout)
+        is_plain = causal and marks is None and not self.num_sinks and not self.softcap
+        self.is_hopper = hopper.can_run(query, is_plain, self.layout)
 
     def _mark_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         # the counts stand in for pointers that are not read
@@ -235,6 +250,7 @@ class _Launch:
                 self._num_tiles(hopper.QUERIES, num_lists),
                 self.sizes,
                 strides,
+                self.scale,
                 SPREAD,
             )
             return
@@ -251,7 +267,7 @@ class _Launch:
             (
                 *(num_tiles, self.B * self.H, *self.sizes),
                 *(*self.query.stride()[:3], *self._key_strides(), *strides, *offsets),
-                self.P**-0.5,
+                self.scale,
             ),
             {
                 "NUM_LISTS": num_lists,
@@ -264,6 +280,8 @@ class _Launch:
                 "TMA": tma,
                 "HAS_MARKS": self.marks is not None,
                 "SPREAD": SPREAD,
+                "NUM_SINKS": self.num_sinks,
+                "SOFTCAP": self.softcap,
             },
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
@@ -304,6 +322,7 @@ class _Launch:
                     self.sizes,
                     packed_rows,
                     slot * num_tiles * queries,
+                    self.scale,
                     SPREAD,
                     slot > 0,
                 )
@@ -323,7 +342,7 @@ class _Launch:
                     *(packed_rows, slot * num_tiles * queries),
                     *(*self.query.stride()[:3], *self._key_strides()),
                     *(*self._row_strides(rows), *self._row_strides(d_rows)),
-                    *(self._slot_stride(lse), *offsets, self.P**-0.5),
+                    *(self._slot_stride(lse), *offsets, self.scale),
                 ),
                 {
                     "NUM_LISTS": together,
@@ -337,6 +356,8 @@ class _Launch:
                     "HAS_MARKS": self.marks is not None,
                     "SPREAD": SPREAD,
                     "ADD": slot > 0,
+                    "NUM_SINKS": self.num_sinks,
+                    "SOFTCAP": self.softcap,
                 },
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
@@ -369,6 +390,7 @@ class _Launch:
                 self.sizes,
                 packed_rows,
                 packed_tile,
+                self.scale,
                 self.plan.is_exclusive,
             )
             return dk, dv
@@ -388,7 +410,7 @@ class _Launch:
             ),
             (
                 *(*self.sizes, packed_rows, packed_tile, self.plan.ranks.shape[-1]),
-                *(*self._key_strides(), self.P**-0.5),
+                *(*self._key_strides(), self.scale),
             ),
             {
                 "NUM_LISTS": len(self.windows),
@@ -402,6 +424,8 @@ class _Launch:
                 "HAS_MARKS": self.marks is not None,
                 "EXCLUSIVE": self.plan.is_exclusive,
                 "RANK_BLOCK": RANK_BLOCK,
+                "NUM_SINKS": self.num_sinks,
+                "SOFTCAP": self.softcap,
             },
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
@@ -442,6 +466,9 @@ def routed_attention_triton(
     causal: bool,
     mask: Tensor | None,
     rows: Tensor | None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -457,5 +484,7 @@ def routed_attention_triton(
     if rows is None:
         buffers = () if plan.is_exclusive else (len(pairs),)
         rows = torch.zeros(*buffers, *query.shape, dtype=query.dtype, device=query.device)
-    marks = None if mask is None else _marks_of(mask)
-    return apply(RoutedAttention, rows, query, key, value, plan, pairs, causal, marks)
+    marks = None if mask is None else _marks_of(mask, num_sinks)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = _Scores(min(num_sinks, MAX_WINDOW), scale, softcap or 0.0)
+    return apply(RoutedAttention, rows, query, key, value, plan, pairs, causal, marks, scores)

@@ -1,7 +1,7 @@
 """Routed attention on gathered queries: the path of machines without a GPU, and a definition.
 
     positions of a list   2 3 | 7 8 | 9 14 | ...      blocks of n queries
-    keys of block 7 8     |...======|                 from the lowest bound to the highest
+    keys of block 7 8     |...======|                 from lowest to highest bound, and sinks
 
 A block is one call of PyTorch's fused attention, so the cost follows the lists. Where no gradient
 is wanted, full attention on a CPU takes a call for the keys that all queries of a large block see,
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meta_attention.ops.heads import masked_attention, sees
+from meta_attention.ops.heads import find_sinks, masked_attention, sees
 from meta_attention.ops.route_plan import RoutePlan
 
 # queries of a block: more see more keys in vain, fewer pay for more calls. PyTorch's kernel is
@@ -38,6 +38,9 @@ def routed_attention_reference(
     causal: bool,
     mask: Tensor | None,
     rows: Tensor | None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     B, T, H, P = query.shape
     G = plan.counts.shape[1]
@@ -46,12 +49,18 @@ def routed_attention_reference(
     counts: list[list[list[int]]] = plan.counts.tolist()
     has_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     in_parts = causal and mask is None and not has_graph and query.is_cpu and FLASH is not None
+    in_parts = in_parts and softcap is None
+    sinks = None
+    if num_sinks > 0:
+        tokens = torch.ones(1, key.shape[1], dtype=torch.bool, device=query.device)
+        sinks = find_sinks(tokens if mask is None else mask, num_sinks).expand(B, -1)
 
     def rows_of(index: int, b: int, g: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows of a list block by block, and where they belong among all of [B * T * G]."""
         order = plan.positions[b, g, index, : counts[b][g][index]].long()
         window = windows[index]
         marks = None if mask is None else mask[b]
+        first = None if sinks is None or window is None else sinks[b]
         heads = (queries[b, :, g], keys[b, :, g], values[b, :, g])
         size = LOCAL_BLOCK
         if window is None:
@@ -60,9 +69,10 @@ def routed_attention_reference(
         splits = in_parts and window is None and len(order) >= COMMON_BLOCK
         for block in order.split(COMMON_BLOCK if splits else size):
             if len(block) and splits:
-                yield (b * T + block) * G + g, _attend_in_parts(*heads, block)
+                yield (b * T + block) * G + g, _attend_in_parts(*heads, block, scale)
             elif len(block):
-                yield (b * T + block) * G + g, _attend(*heads, block, window, causal, marks)
+                own = _attend(*heads, block, window, causal, marks, first, scale, softcap)
+                yield (b * T + block) * G + g, own
 
     buffers = []
     # one buffer for all lists, or one for each
@@ -107,8 +117,14 @@ def _attend(
     window: int | None,
     causal: bool,
     mask: Tensor | None,
+    is_sink: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
 ) -> Tensor:
-    """Rows [n, H, P] of the queries at ``block`` [n], of [T, H, P] and [S, K, P]."""
+    """Rows [n, H, P] of the queries at ``block`` [n], of [T, H, P] and [S, K, P].
+
+    Marks and sinks are [S].
+    """
     S = key.shape[0]
     at = block + (S - query.shape[0])  # among the keys
     first, last = int(at[0]), int(at[-1])
@@ -116,24 +132,40 @@ def _attend(
     stop = S if window is None else min(last + window + 1, S)
     stop = last + 1 if causal else stop
 
-    i, j = at[:, None], torch.arange(start, stop, device=block.device)[None, :]
-    visible = torch.ones(len(block), stop - start, dtype=torch.bool, device=block.device)
-    if causal:
-        visible &= j <= i
+    seen: slice | Tensor = slice(start, stop)
+    j = torch.arange(start, stop, device=block.device)
+    if is_sink is not None:
+        sinks = is_sink.nonzero().squeeze(1)
+        if mask is not None:
+            sinks = sinks[mask[sinks] >= mask[at[0]]]  # not of documents before these
+        before, after = sinks[sinks < start], sinks[sinks >= stop]
+        if len(before) or (len(after) and not causal):
+            seen = j = torch.cat([before, j] if causal else [before, j, after])
+
+    i, j = at[:, None], j[None, :]
+    visible = torch.ones(len(block), j.shape[1], dtype=torch.bool, device=block.device)
     if window is not None:
         visible &= (j >= i - window) & (j <= i + window)
+        if is_sink is not None:
+            visible |= is_sink[j]
+    if causal:
+        visible &= j <= i
     if mask is not None:
-        visible &= sees(mask[at], mask[start:stop])
+        visible &= sees(mask[at], mask[seen])
     out = masked_attention(
         query[block].transpose(0, 1).unsqueeze(0),
-        key[start:stop].transpose(0, 1).unsqueeze(0),
-        value[start:stop].transpose(0, 1).unsqueeze(0),
+        key[seen].transpose(0, 1).unsqueeze(0),
+        value[seen].transpose(0, 1).unsqueeze(0),
         visible[None, None],
+        scale,
+        softcap,
     )
     return out.squeeze(0).transpose(0, 1)
 
 
-def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, block: Tensor) -> Tensor:
+def _attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, block: Tensor, scale: float | None
+) -> Tensor:
     """As ``_attend`` for full causal attention: keys that all see, then those that only some do."""
     at = block + (key.shape[0] - query.shape[0])
     # [1, H, n or S, P]
@@ -141,7 +173,7 @@ def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, block: Tensor) -
     if q.shape[1] != k.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     common = int(at[0]) + 1
-    rows, total = FLASH(q, k[:, :, :common], v[:, :, :common])
+    rows, total = FLASH(q, k[:, :, :common], v[:, :, :common], scale=scale)
     rows = rows.clone()
     for start in range(0, len(block), OWN_BLOCK):
         part = slice(start, start + OWN_BLOCK)
@@ -151,7 +183,11 @@ def _attend_in_parts(query: Tensor, key: Tensor, value: Tensor, block: Tensor) -
         visible = torch.arange(common, stop) <= i[:, None]
         hidden = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))
         own, own_total = FLASH(
-            q[:, :, part], k[:, :, common:stop], v[:, :, common:stop], attn_mask=hidden[None, None]
+            q[:, :, part],
+            k[:, :, common:stop],
+            v[:, :, common:stop],
+            attn_mask=hidden[None, None],
+            scale=scale,
         )
         # of a row that sees none of them, the kernel says neither a sum nor that there is none
         share = torch.where(i >= common, torch.sigmoid(own_total - total[:, :, part]), 0.0)

@@ -2,9 +2,9 @@
 
     out[b] = sum_e weights[b, e] * expert_e(query[b])
 
-A full expert reads the cache from the row's first token on, a local one its last positions, the
-linear one its state. Only experts of weight above zero are read; the state is updated whatever the
-route, so that a later token may take any expert.
+A full expert reads the cache from the row's first token on, a local one its last positions (and, as
+attention sinks, the first ones), the linear one its state. Only experts of weight above zero are
+read; the state is updated whatever the route, so that a later token may take any expert.
 
 Inference only: no gradient flows. No shape depends on routes or lengths and nothing waits for the
 device, so a step can be captured in a CUDA graph and replayed as the cache fills.
@@ -18,6 +18,7 @@ from torch import Tensor
 from meta_attention.config import Impl
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.ops.backend import choose_impl
+from meta_attention.ops.heads import check_scores
 from meta_attention.ops.routed_decode.reference import LinearStep, routed_decode_reference
 
 __all__ = ["LinearStep", "routed_decode"]
@@ -35,6 +36,9 @@ def routed_decode(
     start: Tensor | None = None,
     is_token: Tensor | None = None,
     linear: LinearStep | None = None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Attend from the newest token of every row, by its route.
@@ -53,6 +57,9 @@ def routed_decode(
         start: First position that is not padding ``[B]``. A row with none is padding throughout.
         is_token: ``[B]``, 0 where the newest token is padding.
         linear: The linear expert; its state is updated in place.
+        num_sinks: How many first tokens of its row an expert with a window sees beside those in it.
+        scale: Factor of the softmax experts' scores; default 1 / sqrt(P).
+        softcap: Their scores become ``softcap * tanh(score / softcap)``; default: as they are.
         impl: ``"auto"``, ``"reference"`` or ``"triton"``.
 
     Returns:
@@ -68,6 +75,7 @@ def routed_decode(
             f"{list(key.shape)}, got {list(weights.shape)}"
         )
     _check_experts(windows, linear, weights.shape[2])
+    check_scores(scale, softcap, num_sinks)
     if length.shape not in ((), (1,), (B,)):
         raise ShapeError(f"length must be [], [1] or [B] = [{B}], got {list(length.shape)}")
     for name, rows in (("start", start), ("is_token", is_token)):
@@ -86,15 +94,13 @@ def routed_decode(
         if name != "weights" and tensor.is_floating_point():
             raise ShapeError(f"{name} must be of whole numbers, got {tensor.dtype}")
 
+    state = (length, start, is_token, linear)
+    arguments = (query, key, value, weights, windows, *state, num_sinks, scale, softcap)
     if choose_impl("routed_decode", impl, query) == "triton":
         from meta_attention.ops.routed_decode.kernel import routed_decode_triton
 
-        return routed_decode_triton(
-            query, key, value, weights, windows, length, start, is_token, linear
-        )
-    return routed_decode_reference(
-        query, key, value, weights, windows, length, start, is_token, linear
-    )
+        return routed_decode_triton(*arguments)
+    return routed_decode_reference(*arguments)
 
 
 def _check_cache(query: Tensor, key: Tensor, value: Tensor) -> None:

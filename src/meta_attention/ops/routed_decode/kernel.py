@@ -9,6 +9,9 @@ The number of programs follows the capacity of the cache, which a captured graph
 them have work follows the row: as few as keep SPLIT_KEYS keys each, otherwise all, evenly. The
 others read a few numbers and leave.
 
+Sinks, the first keys of a row, are read by the first split of an expert whose window has left them
+behind, before its own keys.
+
 A program leaves its part in a workspace and counts itself in; the program that completes the count
 merges the parts, weights them, writes the rows and sets the counter back to zero. Every program
 works out from route and length how many will come, so those without a part touch no counter.
@@ -24,6 +27,7 @@ from torch import Tensor
 from meta_attention.ops.heads import last_contiguous
 from meta_attention.ops.launch import ceil_div, next_power_of_2
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
+from meta_attention.ops.routed_attention.forward import LOG2_E, squash
 from meta_attention.ops.routed_decode.reference import LinearStep
 
 # keys of a program, at least: below it, merging and launching outweigh the reads
@@ -70,40 +74,33 @@ def _split_keys(
 
 
 @triton.jit
-def _attend(
-    query_ptr,  # [GROUP, P]
+def _add_keys(
+    query,
+    m,
+    total,
+    acc,
     key_ptr,  # [S, P]
     value_ptr,  # [S, P]
-    part_ptr,  # [GROUP, P]
-    stats_ptr,  # [2, GROUP]
+    p,
+    n,
     low,
     high,
-    stride_qh,
     stride_ks,
     stride_vs,
     scale,
-    GROUP: tl.constexpr,
     P: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
-    """Softmax attention over keys low to high: unnormalised rows, with maximum and sum."""
-    g = tl.arange(0, BLOCK_G)
-    p = tl.arange(0, BLOCK_P)
-    n = tl.arange(0, BLOCK_N)
-    in_group = (g < GROUP)[:, None] & (p < P)[None, :]
-    query = tl.load(query_ptr + g[:, None] * stride_qh + p[None, :], mask=in_group, other=0.0)
+    """Go on with a softmax over keys low to high."""
     keys = key_ptr + low.to(tl.int64) * stride_ks + n[None, :] * stride_ks + p[:, None]
     values = value_ptr + low.to(tl.int64) * stride_vs + n[:, None] * stride_vs + p[None, :]
-
-    m = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_P], tl.float32)
     for tile in range(low, high, BLOCK_N):
         seen = n < high - tile
         k = tl.load(keys, mask=(p < P)[:, None] & seen[None, :], other=0.0)
         scores = tl.dot(query, k, input_precision="ieee") * scale  # [BLOCK_G, BLOCK_N]
+        if SOFTCAP > 0:
+            scores = squash(scores) * (SOFTCAP * LOG2_E)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         # finite from the first tile on: every tile has a key
         new_m = tl.maximum(m, tl.max(scores, axis=1))
@@ -115,6 +112,50 @@ def _attend(
         m = new_m
         keys += BLOCK_N * stride_ks
         values += BLOCK_N * stride_vs
+    return m, total, acc
+
+
+@triton.jit
+def _attend(
+    query_ptr,  # [GROUP, P]
+    key_ptr,  # [S, P]
+    value_ptr,  # [S, P]
+    part_ptr,  # [GROUP, P]
+    stats_ptr,  # [2, GROUP]
+    low,
+    high,
+    first_sink,
+    sink_stop,
+    stride_qh,
+    stride_ks,
+    stride_vs,
+    scale,
+    GROUP: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Softmax attention over keys low to high, and sinks: unnormalised rows, maximum and sum."""
+    g = tl.arange(0, BLOCK_G)
+    p = tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    in_group = (g < GROUP)[:, None] & (p < P)[None, :]
+    query = tl.load(query_ptr + g[:, None] * stride_qh + p[None, :], mask=in_group, other=0.0)
+    m = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_P], tl.float32)
+    if NUM_SINKS > 0:
+        m, total, acc = _add_keys(
+            query, m, total, acc, key_ptr, value_ptr, p, n, first_sink, sink_stop,
+            stride_ks, stride_vs, scale, P, BLOCK_N, SOFTCAP,
+        )  # fmt: skip
+    m, total, acc = _add_keys(
+        query, m, total, acc, key_ptr, value_ptr, p, n, low, high,
+        stride_ks, stride_vs, scale, P, BLOCK_N, SOFTCAP,
+    )  # fmt: skip
 
     tl.store(part_ptr + g[:, None] * P + p[None, :], acc, mask=in_group)
     tl.store(stats_ptr + g, m, mask=g < GROUP)
@@ -302,6 +343,8 @@ def routed_decode_kernel(
     BLOCK_C: tl.constexpr,
     MERGE_G: tl.constexpr,
     MERGE_S: tl.constexpr,
+    NUM_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     # programs of one row and key-value head follow each other: their parts are merged while the
     # next rows are read, not all at the end
@@ -325,6 +368,7 @@ def routed_decode_kernel(
     weights_ptr += b * stride_wb + kv * stride_wg
     low = slot * 0
     high = slot * 0
+    sink_stop = slot * 0
     arrivals = slot * 0
     first_slot = slot * 0
     for i in tl.static_range(len(EXPERTS)):
@@ -336,6 +380,10 @@ def routed_decode_kernel(
         is_mine = (split >= 0) & (split < active)
         low = tl.where(is_mine, first + split * per_split, low)
         high = tl.where(is_mine, tl.minimum(first + (split + 1) * per_split, length), high)
+        if NUM_SINKS > 0:
+            # an expert without a window has none before its first key
+            before = tl.minimum(start + NUM_SINKS, first)
+            sink_stop = tl.where(is_mine & (split == 0), before, sink_stop)
         arrivals += active
         first_slot += splits
     has_part = low < high
@@ -352,6 +400,8 @@ def routed_decode_kernel(
             stats_ptr + slot * (2 * GROUP),
             low,
             high,
+            start,
+            sink_stop,
             stride_qh,
             stride_ks,
             stride_vs,
@@ -361,6 +411,8 @@ def routed_decode_kernel(
             BLOCK_G,
             BLOCK_P,
             BLOCK_N,
+            NUM_SINKS,
+            SOFTCAP,
         )
     if LINEAR >= 0:
         weight = tl.load(weights_ptr + LINEAR * stride_we)
@@ -433,6 +485,9 @@ def routed_decode_triton(
     start: Tensor | None,
     is_token: Tensor | None,
     linear: LinearStep | None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     B, H, P = query.shape
     K, S = key.shape[1:3]
@@ -471,6 +526,12 @@ def routed_decode_triton(
         step = [*new, linear.state]
         step_strides = [n for x in (*new, linear.state) for n in x.stride()[:-1]]
 
+    if all(window is None for window in windows.values()):
+        num_sinks = 0  # among all that these see
+    scale = P**-0.5 if scale is None else scale
+    # scores are exponents of 2; a soft-cap stands between
+    scale = scale * 1.4426950408889634 if softcap is None else scale / softcap
+
     merge_g = next_power_of_2(group)
     with torch.cuda.device_of(query):
         routed_decode_kernel[(B * K * num_slots,)](
@@ -487,7 +548,7 @@ def routed_decode_triton(
             stats,
             sums,
             _zeroed_counters(B * K, device),
-            P**-0.5 * 1.4426950408889634,  # log2(e): scores are exponents of 2
+            scale,
             S,
             num_splits,
             num_slots,
@@ -517,6 +578,8 @@ def routed_decode_triton(
             BLOCK_C=STATE_COLUMNS,
             MERGE_G=merge_g,
             MERGE_S=max(MERGE_SIZE // (merge_g * block_p), 1),
+            NUM_SINKS=min(num_sinks, NO_WINDOW),
+            SOFTCAP=softcap or 0.0,
             num_warps=4,
             num_stages=3,
         )

