@@ -15,11 +15,15 @@ from meta_attention.errors import ConfigError
 from meta_attention.training.economy import WINDOW
 from meta_attention.training.schedule import Schedule
 
+# local*16 has sixteen times the window of local
 EXPERTS = {
     "F": ("full",),
     "L": ("local",),
+    "M": ("local*16",),
+    "N": ("local*32",),
     "R": ("full", "linear", "local"),
     "S": ("full", "local"),
+    "W": ("full", "local*16", "local"),
 }
 
 
@@ -112,7 +116,7 @@ SCALES = {
         heads=4,
         kv_heads=4,
         batch_size=8,
-        steps=2500,
+        steps=3000,
         lr=2e-3,
         eval_tokens=1 << 19,
         longest=2048,
@@ -144,15 +148,15 @@ class Variant:
     """How the layers of a model attend, and what makes its routes cheap.
 
     Args:
-        pattern: A letter per layer, repeated: F full, L local, R routed among three
-            experts, S among the two of softmax.
+        pattern: A letter per layer, repeated, of ``EXPERTS``: F full, L local, R routed among the
+            paper's three experts, S among the two of softmax, and so on.
         controller: Of the routed layers; a prior-free one is pressed by its cost.
         target: Share of full attention's cost that routed layers are steered to.
         granularity: What has a route of its own.
         gradient: ``"chosen"`` trains with the kernels of hard routing, ``"all"`` runs all experts.
         draw: What routes are made from in training.
         widen: Windows are this many times as wide as those of the other variants.
-        is_early: Routed from the first step on, without a static beginning.
+        is_early: As it is from the first step on, without a beginning on full attention.
     """
 
     pattern: str
@@ -166,7 +170,7 @@ class Variant:
 
     @property
     def is_routed(self) -> bool:
-        return "R" in self.pattern or "S" in self.pattern
+        return any(len(EXPERTS[letter]) > 1 for letter in self.pattern)
 
     def pressure(self, scale: Scale) -> Schedule:
         """Schedule of the weight that makes routes cheap."""
@@ -189,9 +193,12 @@ class Variant:
 
     def work(self) -> float:
         """How long a step takes, roughly, to start long runs first."""
-        routed = {"R": 6.0, "S": 4.0} if self.gradient == "all" else {"R": 3.0, "S": 3.0}
-        letters = {"F": 3.0, "L": 1.0} | routed
-        return sum(letters[letter] for letter in self.pattern) / len(self.pattern)
+        costs = {"full": 3.0, "linear": 2.0}
+        total = 0.0
+        for letter in self.pattern:
+            work = [costs.get(name, 1.0) for name in EXPERTS[letter]]
+            total += sum(work) if self.gradient == "all" else min(3.0, sum(work))
+        return total / len(self.pattern)
 
     def model_config(self, scale: Scale, vocab_size: int) -> MetaAttentionConfig:
         pattern = self.pattern * (scale.layers // len(self.pattern))
@@ -205,7 +212,10 @@ class Variant:
             max_position_embeddings=scale.longest,
             tie_word_embeddings=True,
             short_conv=scale.short_conv or None,
-            layer_experts=[EXPERTS[letter] for letter in pattern],
+            layer_experts=[
+                [_in_tokens(name, scale.window_size) for name in EXPERTS[letter]]
+                for letter in pattern
+            ],
             expert_costs="flops",
             cost_length=scale.length,
             window_size=self.widen * scale.window_size,
@@ -221,12 +231,22 @@ class Variant:
         return asdict(self)
 
 
+def _in_tokens(name: str, window: int) -> str:
+    """``"local*16"`` -> ``"local:256"`` where the window is 16."""
+    base, _, times = name.partition("*")
+    return f"{base}:{int(times) * window}" if times else base
+
+
 # in a group of layers the full one has layers after it, which can use what it found
 HYBRID = "LLLFLL"
 # of the routed layers; in all layers, or in the full layers of the hybrid
-TARGETS = {"all": (0.1, 0.2, 0.4), "global": (0.2, 0.4, 0.6)}
-# without linear attention, which made every trial worse
-ROUTED_PATTERNS = {"all": "S", "global": HYBRID.replace("F", "S")}
+TARGETS = {"all": (0.1, 0.2, 0.4), "global": (0.2, 0.4, 0.6), "wide": (0.15, 0.3, 0.45)}
+# without linear attention, which made every trial worse; "wide" has a middle between all and little
+ROUTED_PATTERNS = {
+    "all": "S",
+    "global": HYBRID.replace("F", "S"),
+    "wide": HYBRID.replace("F", "W"),
+}
 
 VARIANTS: dict[str, Variant] = {
     "full": Variant("F"),
@@ -237,8 +257,14 @@ VARIANTS: dict[str, Variant] = {
     "hybrid-1-2": Variant("LFL"),
     "hybrid-1-5": Variant(HYBRID),
     "hybrid-1-5-last": Variant("LLLLLF"),  # where Gemma 3 has its full layers
+    # its full layer narrowed when others are routed, and from the first step
+    "hybrid-1-5-x16-late": Variant(HYBRID.replace("F", "M")),
+    "hybrid-1-5-x32-late": Variant(HYBRID.replace("F", "N")),
+    "hybrid-1-5-x16": Variant(HYBRID.replace("F", "M"), is_early=True),
+    "hybrid-1-5-x32": Variant(HYBRID.replace("F", "N"), is_early=True),
     "prior-free-all-0.2": Variant("S", "prior_free", target=0.2),
     "prior-free-global-0.4": Variant(HYBRID.replace("F", "S"), "prior_free", target=0.4),
+    "prior-free-wide-0.3": Variant(HYBRID.replace("F", "W"), "prior_free", target=0.3),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
         ROUTED_PATTERNS[where], target=target, granularity=granularity

@@ -46,6 +46,7 @@ class MetaAttentionConfig(PreTrainedConfig):
 
     Args:
         experts: Names of the experts of every layer, in the order of the routing weights.
+            ``"local:512"`` is local attention with a window of its own.
         layer_experts: Experts of each layer where layers differ; overrides ``experts``. A layer
             with one expert is static and has no controller, so a local/global hybrid is
             ``layer_experts=[["local"], ["local"], ["full"]]``.

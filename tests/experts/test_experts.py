@@ -189,3 +189,26 @@ def test_a_class_defined_anew_replaces_itself():
     define()
     latest = define()
     assert type(build_experts(make_config(experts=["test_notebook"]), 0)["test_notebook"]) is latest
+
+
+def test_a_name_may_give_local_attention_a_window_of_its_own():
+    config = make_config(experts=("local", "local:64", "full"), window_size=16)
+    experts = build_experts(config, 0)
+    assert [expert.window for expert in experts.values()] == [16, 64, None]
+    costs = expert_costs(make_config(experts=("local", "local:64"), expert_costs="flops"), experts)
+    assert costs[0] < costs[1] < costs[2] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("full:64", "expert 'full' has no window"),
+        ("local:", "window of an expert must be a number >= 1, got 'local:'"),
+        ("local:0", "window of an expert must be a number >= 1"),
+        ("local:-3", "window of an expert must be a number >= 1"),
+        ("lokal:64", "unknown expert 'lokal:64'"),
+    ],
+)
+def test_a_window_that_is_none_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        build_experts(make_config(experts=(name,)), 0)

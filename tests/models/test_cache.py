@@ -23,6 +23,11 @@ EXPERT_SETS = {
     "prior-free": {"controller": "prior_free"},
     "without rotation": {"use_rope": False},
     "hard": {"routing": "hard"},
+    "hard, two windows": {
+        "routing": "hard",
+        "layer_experts": [["local:2"], ["local:3", "full", "local:9"], ["local", "local:1"]],
+        "expert_costs": "flops",
+    },
     "hard, own projections": {"routing": "hard", "shared_projections": False},
     "gated": {"routing": "gated", "uncertainty_threshold": 0.22},
     "hard, gated_full": {

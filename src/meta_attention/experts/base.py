@@ -45,6 +45,9 @@ class Expert(nn.Module):
     paper_cost: ClassVar[float | None] = None
     """Cost under ``expert_costs="paper"``, for the experts the paper gives one."""
 
+    takes_window: ClassVar[bool] = False
+    """Whether a config may give it a window of its own, as in ``"local:256"``."""
+
     keeps_documents_apart: ClassVar[bool] = False
     """Whether it accepts masks that number the documents packed into a row."""
 
@@ -226,14 +229,27 @@ def known_experts() -> tuple[str, ...]:
 
 def build_experts(config: MetaAttentionConfig, layer_idx: int) -> dict[str, Expert]:
     """The experts of one layer by name, in the order of its routing weights."""
-    names = config.experts_of(layer_idx)
-    for name in names:
-        if name not in _REGISTRY:
-            raise ConfigError(
-                f"unknown expert {name!r}; known are {', '.join(known_experts())}, and "
-                "register_expert adds your own"
-            )
-    return {name: _REGISTRY[name](config) for name in names}
+    return {name: _build_expert(config, name) for name in config.experts_of(layer_idx)}
+
+
+def _build_expert(config: MetaAttentionConfig, name: str) -> Expert:
+    """``"local"``, or ``"local:256"`` with a window of its own."""
+    base, has_window, window = name.partition(":")
+    if base not in _REGISTRY:
+        raise ConfigError(
+            f"unknown expert {name!r}; known are {', '.join(known_experts())}, and "
+            "register_expert adds your own"
+        )
+    expert = _REGISTRY[base]
+    if not has_window:
+        return expert(config)
+    if not expert.takes_window:
+        raise ConfigError(
+            f"expert {base!r} has no window, so it must be named without, got {name!r}"
+        )
+    if not window.isdecimal() or int(window) < 1:
+        raise ConfigError(f"the window of an expert must be a number >= 1, got {name!r}")
+    return expert(config, window_size=int(window))  # type: ignore[call-arg]
 
 
 def expert_costs(config: MetaAttentionConfig, experts: dict[str, Expert]) -> Sequence[float]:

@@ -12,14 +12,20 @@ class LocalAttention(SoftmaxExpert):
     """Every token sees its neighbours within the window. The paper's E3.
 
     With ``num_sinks``, also the first tokens of its row.
+
+    Args:
+        config: Model configuration.
+        window_size: Default: the config's. A layer may have several, as ``"local:64"`` and
+            ``"local:512"``.
     """
 
     paper_cost = 0.30
+    takes_window = True
     keeps_documents_apart = True
 
-    def __init__(self, config: MetaAttentionConfig) -> None:
+    def __init__(self, config: MetaAttentionConfig, window_size: int | None = None) -> None:
         super().__init__(config)
-        self.window_size = config.window_size
+        self.window_size = config.window_size if window_size is None else window_size
         self.num_sinks = config.num_sinks
 
     @property

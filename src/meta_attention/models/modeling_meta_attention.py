@@ -339,8 +339,10 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
 
         loss = task_loss = None
         if labels is not None:
+            # labels move, not logits: a slice of these would be copied, however many they are
+            next_tokens = F.pad(labels[:, 1:], (0, 1), value=-100)
             task_loss = F.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100
+                logits.flatten(0, 1).float(), next_tokens.flatten(), ignore_index=-100
             )
             loss = routing_loss(
                 task_loss,
