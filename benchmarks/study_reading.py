@@ -64,8 +64,8 @@ class Run:
         return model
 
 
-def find_runs(folders: list[Path]) -> list[Run]:
-    """Finished runs: folders of one, or of many."""
+def find_runs(folders: list[Path]) -> list[Path]:
+    """Folders of finished runs, given as they are or as the folder they lie in."""
     found = []
     for folder in folders:
         if (folder / RESULT).is_file():
@@ -77,7 +77,7 @@ def find_runs(folders: list[Path]) -> list[Run]:
             f"there must be a finished run in {', '.join(map(str, folders))}, but no {RESULT} was "
             "found there or one folder below"
         )
-    return [Run.open(folder) for folder in found]
+    return found
 
 
 # --- text ---

@@ -76,6 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "local": {"layer_experts": (("local",),)},
     "linear": {"layer_experts": (("linear",),)},
     "hybrid": {"layer_experts": (("local",), ("full",))},
+    "hybrid-full-first": {"layer_experts": (("full",), ("local",))},
     # an expert drawn with the probabilities of the mean: the recipe
     "one-hot": {},
     # the largest of a sample of the posterior

@@ -26,7 +26,7 @@ import study_uncertainty_report
 from study_data import Cache
 from study_jobs import run_command
 from study_measurement import Figures, Measurement
-from study_reading import find_runs
+from study_reading import Run, find_runs
 from study_run import default_device
 from study_uncertainty_report import OUTPUT
 
@@ -39,8 +39,8 @@ def measure_runs(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--tokens and --resamples must be >= 1, got {args.tokens} and {args.resamples}"
         )
-    for run in find_runs(args.runs):
-        path = run.folder / OUTPUT
+    for folder in find_runs(args.runs):
+        run, path = Run.open(folder), folder / OUTPUT
         if path.exists() and not args.again:
             continue
         measurement = Measurement(
@@ -91,11 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--out", type=Path, required=True, help="folder of the report")
     command.set_defaults(
-        call=lambda args: (
-            not study_uncertainty_report.report(
-                [run.folder for run in find_runs(args.runs)], args.out
-            )
-        )
+        # models are not needed for it
+        call=lambda args: not study_uncertainty_report.report(find_runs(args.runs), args.out)
     )
     return parser
 

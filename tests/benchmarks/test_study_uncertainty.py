@@ -391,7 +391,9 @@ def test_errors_say_what_to_do(cache, runs, tmp_path, capsys):
     half = tmp_path / "half"
     half.mkdir()
     (half / "result.json").write_text("{}")
-    assert "must have config.json" in fails("report", "--runs", half, "--out", tmp_path)
-    assert [run.folder.name for run in find_runs([runs])] == sorted(
+    measure_half = ("measure", "--cache", cache.folder, "--runs", half)
+    assert "must have config.json" in fails(*measure_half)
+    assert "measure it first" in fails("report", "--runs", half, "--out", tmp_path)
+    assert [folder.name for folder in find_runs([runs])] == sorted(
         f"tiny-{variant}-seed0" for variant in (TOKEN, HEAD, PLAIN, STATIC)
     )
