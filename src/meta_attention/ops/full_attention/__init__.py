@@ -49,8 +49,8 @@ def full_attention(
     check_scores(scale, softcap)
     # "auto" is PyTorch's: its own kernels are the fastest for a list of all tokens. They have no
     # soft-cap
-    is_open = impl != "auto" or softcap is not None
-    if is_open and choose_impl("full_attention", impl, query) == "triton":
+    is_theirs = impl == "auto" and softcap is None
+    if not is_theirs and choose_impl("full_attention", impl, query) == "triton":
         return attend_all(
             query,
             key,

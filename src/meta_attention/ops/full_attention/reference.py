@@ -35,7 +35,9 @@ def full_attention_reference(
         stop = min(start + QUERY_BLOCK, S)
         seen = stop if causal else S
         i, j = position[start:stop, None], position[None, :seen]
-        visible = (j <= i) if causal else (j == j).expand(stop - start, -1)
+        visible = torch.ones(stop - start, seen, dtype=torch.bool, device=query.device)
+        if causal:
+            visible = j <= i
         if mask is not None:
             visible = visible & sees(mask[:, start:stop], mask[:, :seen])
             # padding sees itself: a row with no key has no softmax

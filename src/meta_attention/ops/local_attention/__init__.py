@@ -58,10 +58,11 @@ def local_attention(
     if window < 1:
         raise ConfigError(f"window must be >= 1, got {window}")
     check_scores(scale, softcap, num_sinks)
-    chosen = choose_impl("local_attention", impl, query, compiles=True)
-    # blocks of the reference share their sinks, which those of several documents cannot
-    has_documents = mask is not None and mask.dtype != torch.bool
-    if chosen == "triton" or (num_sinks > 0 and has_documents):
+    # blocks of the reference share their sinks, which documents do not: these go list by list, and
+    # that cannot be traced
+    has_lists = num_sinks > 0 and mask is not None and mask.dtype != torch.bool
+    chosen = choose_impl("local_attention", impl, query, compiles=not has_lists)
+    if chosen == "triton" or has_lists:
         return attend_all(
             query,
             key,

@@ -12,6 +12,7 @@ from meta_attention.ops.routed_attention.forward import (
     load_tile,
     middle_of,
     sinks_of,
+    span_of,
     squash,
 )
 
@@ -192,13 +193,10 @@ def routed_attention_bwd_query_kernel(
     starts_ptr += batch * S * (2 if NUM_SINKS > 0 else 1)
     at = t + (S - T)
     low, high = bounds_of(at, window, starts_ptr, S, CAUSAL, HAS_MARKS)
-    first_sink = low
-    last_sink = low
     if NUM_SINKS > 0:
-        first_sink, stop, high = sinks_of(
+        first_sink, sink_stop, high = sinks_of(
             at, low, high, starts_ptr, S, NUM_SINKS, CAUSAL, HAS_MARKS
         )
-        last_sink = stop - 1
     marks = at
     if HAS_MARKS:
         marks = tl.load(marks_ptr + at)
@@ -214,10 +212,11 @@ def routed_attention_bwd_query_kernel(
     column = kv * desc_columns_h
     inside, factor = factors_of(scale, SOFTCAP)
     if NUM_SINKS > 0:
+        sinks_begin, sinks_end = span_of(first_sink, sink_stop, S)
         acc = attend_backwards(
             q, d_out, acc, lse, delta, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
-            stride_vs, marks_ptr, first_sink[:, None], last_sink[:, None], marks,
-            tl.min(first_sink), tl.max(last_sink) + 1, S, inside, factor,
+            stride_vs, marks_ptr, first_sink[:, None], sink_stop[:, None] - 1, marks,
+            sinks_begin, sinks_end, S, inside, factor,
             KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS, SOFTCAP,
         )  # fmt: skip
     acc = attend_backwards(
@@ -302,13 +301,12 @@ def attend_from_keys(
             at = tl.load(order + tl.minimum(entry, count - 1)) + past
             low, high = bounds_of(at, window, starts_ptr, S, CAUSAL, HAS_MARKS)
             if NUM_SINKS > 0:
-                first_sink, stop, high = sinks_of(
+                first_sink, sink_stop, high = sinks_of(
                     at, low, high, starts_ptr, S, NUM_SINKS, CAUSAL, HAS_MARKS
                 )
-                visible = (s >= low[None, :]) & (s <= high[None, :])
-                visible = visible | ((s >= first_sink[None, :]) & (s < stop[None, :]))
-            else:
-                visible = (s >= low[None, :]) & (s <= high[None, :])
+            visible = (s >= low[None, :]) & (s <= high[None, :])
+            if NUM_SINKS > 0:
+                visible = visible | ((s >= first_sink[None, :]) & (s < sink_stop[None, :]))
             if HAS_MARKS:
                 visible = visible & (key_marks == tl.load(marks_ptr + at)[None, :])
             weights = tl.where(visible, weights, 0.0)

@@ -220,6 +220,13 @@ def sinks_of(
 
 
 @triton.jit
+def span_of(first, stop, S):
+    """Where the sinks of a tile begin and end, by its rows that have some."""
+    has_sinks = first < stop
+    return tl.min(tl.where(has_sinks, first, S)), tl.max(tl.where(has_sinks, stop, 0))
+
+
+@triton.jit
 def middle_of(low, high, begin, is_row, S, KEYS: tl.constexpr, HAS_MARKS: tl.constexpr):
     """Where the keys that all rows of a tile see begin and end, in whole tiles from ``begin``."""
     if HAS_MARKS:
@@ -315,13 +322,10 @@ def routed_attention_fwd_kernel(
     starts_ptr += batch * S * (2 if NUM_SINKS > 0 else 1)
     at = t + (S - T)
     low, high = bounds_of(at, window, starts_ptr, S, CAUSAL, HAS_MARKS)
-    first_sink = low
-    last_sink = low
     if NUM_SINKS > 0:
-        first_sink, stop, high = sinks_of(
+        first_sink, sink_stop, high = sinks_of(
             at, low, high, starts_ptr, S, NUM_SINKS, CAUSAL, HAS_MARKS
         )
-        last_sink = stop - 1
     marks = at
     if HAS_MARKS:
         marks = tl.load(marks_ptr + at)
@@ -339,10 +343,11 @@ def routed_attention_fwd_kernel(
     column = kv * desc_columns_h
     inside, factor = factors_of(scale, SOFTCAP)
     if NUM_SINKS > 0:
+        sinks_begin, sinks_end = span_of(first_sink, sink_stop, S)
         acc, top, total = attend(
             q, acc, top, total, k_desc, v_desc, k_ptr, v_ptr, row, column, stride_ks,
-            stride_vs, marks_ptr, first_sink[:, None], last_sink[:, None], marks,
-            tl.min(first_sink), tl.max(last_sink) + 1, S, inside, factor,
+            stride_vs, marks_ptr, first_sink[:, None], sink_stop[:, None] - 1, marks,
+            sinks_begin, sinks_end, S, inside, factor,
             KEYS, WIDTH, BLOCK_P, PRECISION, TMA, True, HAS_MARKS, SOFTCAP,
         )  # fmt: skip
     acc, top, total = attend(
