@@ -169,7 +169,13 @@ def run(
         return json.loads((folder / RESULT).read_text())
     begin = time.time()
     try:
-        record = train_model(settings, folder, resume=is_begun, callbacks=(StopAt(stop_at),))
+        record = train_model(
+            settings,
+            folder,
+            resume=is_begun,
+            capture=torch.cuda.is_available(),
+            callbacks=(StopAt(stop_at),),
+        )
     except TimeIsOver as over:
         print(over)
         return None

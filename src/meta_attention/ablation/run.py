@@ -80,8 +80,15 @@ def execute(job: Job) -> dict[str, Any]:
     if "gradients" in job.variant.probes:
         probes.append(GradientProbe(job.folder, _batches(blocks, job.settings)))
     is_begun = (job.folder / RUN_FILE).exists()
-    record = train_model(job.settings, job.folder, resume=is_begun, callbacks=tuple(probes))
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    record = train_model(
+        job.settings,
+        job.folder,
+        resume=is_begun,
+        # many short steps, several runs side by side: Python could not launch them fast enough
+        capture=device == "cuda",
+        callbacks=tuple(probes),
+    )
     model = MetaAttentionForCausalLM.from_pretrained(job.folder).to(device)  # type: ignore[arg-type]
     result = {
         "variant": job.variant.name,

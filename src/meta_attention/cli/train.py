@@ -12,6 +12,9 @@ import typer
 if TYPE_CHECKING:
     from meta_attention.training.recipes import Settings
 
+# options of the command, not of the run
+NOT_SETTINGS = ("recipe", "out", "resume", "capture", "tensorboard", "as_json")
+
 EXAMPLES = """\b
 examples:
   meta-attention train
@@ -261,6 +264,9 @@ def train(
     eval_every: Annotated[int | None, _flag("steps between evaluations; 0: none", min=0)] = None,
     save_every: Annotated[int | None, _flag("steps between checkpoints", min=1)] = None,
     log_every: Annotated[int | None, _flag("steps between rows of the log", min=1)] = None,
+    capture: Annotated[
+        bool, _flag("replay steps from CUDA graphs: faster where they are short, on one GPU")
+    ] = False,
     tensorboard: Annotated[bool, _flag("write the figures for TensorBoard as well")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
@@ -272,7 +278,7 @@ def train(
     given = {
         name: value
         for name, value in locals().items()
-        if value is not None and name not in ("recipe", "out", "resume", "tensorboard", "as_json")
+        if value is not None and name not in NOT_SETTINGS
     }
     # torch and transformers load here, so that --help stays instant
     from meta_attention.training.logs import ConsoleProgress
@@ -288,6 +294,7 @@ def train(
             folder,
             resume=resume,
             tensorboard=tensorboard,
+            capture=capture,
             callbacks=() if progress is None else (progress,),
         )
     finally:

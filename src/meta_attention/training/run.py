@@ -100,6 +100,7 @@ def train_model(
     *,
     resume: bool = False,
     tensorboard: bool = False,
+    capture: bool = False,
     callbacks: tuple[TrainerCallback, ...] = (),
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> dict[str, Any]:
@@ -110,6 +111,7 @@ def train_model(
         out: Folder of the run.
         resume: Go on from the newest complete checkpoint in ``out``.
         tensorboard: Write the figures for TensorBoard as well, to ``out/tensorboard``.
+        capture: Replay steps from CUDA graphs, which is faster where they are short.
         callbacks: For Trainer, such as a progress bar.
         say: Called with a line about what a resumed run goes on from.
     """
@@ -157,6 +159,7 @@ def train_model(
         target_cost=settings.target_cost,
         settle_drop=settings.settle_drop,
         settle_steps=settings.settle_steps,
+        capture=capture,
         processing_class=blocks.tokenizer,
         callbacks=[
             MetricsLog(out),

@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from meta_attention.errors import ConfigError
 from meta_attention.evaluation.routing import RoutingSummary, RoutingTally
 from meta_attention.evaluation.tasks import TaskDataset, TaskTally
 from meta_attention.objective import routing_loss
+from meta_attention.training.capture import CapturedSteps, StepResult, check_capture
 from meta_attention.training.checkpoints import TrainingError, clear_write_errors, step_of
 from meta_attention.training.economy import TOLERANCE, WINDOW, Economy
 from meta_attention.training.logs import Flow, flatten_routing
@@ -66,6 +68,7 @@ class MetaAttentionTrainer(Trainer):
         settle_drop: When the task loss counts as settled, for schedules that wait for it; see
             :class:`Economy`.
         settle_steps: Likewise.
+        capture: Replay steps from CUDA graphs; see :mod:`meta_attention.training.capture`.
         kwargs: As for Trainer.
     """
 
@@ -82,6 +85,7 @@ class MetaAttentionTrainer(Trainer):
         target_cost: float | None = None,
         settle_drop: float = 0.02,
         settle_steps: int | None = None,
+        capture: bool = False,
         **kwargs: Any,
     ) -> None:
         config = self.config_of(model)
@@ -130,8 +134,13 @@ class MetaAttentionTrainer(Trainer):
         self._need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
         if target_cost is not None:
             self._check_target(target_cost)
-        # figures of the log since it was last written
-        self._parts: dict[str, Tensor] = {}
+        # sums of figures since the log was last written, and their names
+        self._parts: Tensor | None = None
+        self._names: tuple[str, ...] = ()
+        self.captured: CapturedSteps | None = None
+        if capture:
+            check_capture(args)
+            self.captured = CapturedSteps(model.parameters())
         # task loss and routed cost since the economy last looked
         self._watched = torch.zeros(2)
         self._weights = self._weights_after(0)
@@ -220,32 +229,77 @@ class MetaAttentionTrainer(Trainer):
             num_items_in_batch: Tokens predicted in the whole batch, over all its parts and
                 processes.
         """
+        is_logged = self._begin_step(model)
+        weights = self._weights
+        step = self._objective(
+            model,
+            inputs,
+            num_items_in_batch,
+            weights["kl_weight"],
+            weights["cost_weight"],
+            is_logged=is_logged,
+        )
+        self._end_step(step, inputs, is_logged)
+        return (step.loss, step.out) if return_outputs else step.loss
+
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """As Trainer's, or replayed from a graph."""
+        if self.captured is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        is_logged = self.is_logged_step(self.state.global_step + 1)
+        inputs = cast(Batch, self._prepare_inputs(inputs))
+        inputs = {name: value for name, value in inputs.items() if name != "needs_full"}
+        model.train()
+        objective = partial(self._objective, model, is_logged=is_logged)
+        replay = self.captured.find(is_logged, objective, inputs, num_items_in_batch)
+        if replay is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._begin_step(model)
+        weights = self._weights
+        step = replay(inputs, num_items_in_batch, weights["kl_weight"], weights["cost_weight"])
+        self._end_step(step, inputs, is_logged)
+        return step.loss.detach()
+
+    def _begin_step(self, model: nn.Module) -> bool:
+        """What the host decides before a step; whether it is logged."""
         if self._clock is None:
             self._clock = time.perf_counter()
         if self.uncertainty_threshold is not None:
             inner: Any = self.accelerator.unwrap_model(model)
             threshold = self.economy.value(self.uncertainty_threshold, self.state.global_step)
             inner.set_uncertainty_threshold(threshold)
+        self._weights = self._weights_after(self.state.global_step)
+        return self.is_logged_step(self.state.global_step + 1)
+
+    def _objective(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Tensor],
+        num_items: Tensor | int | None,
+        kl_weight: Any,
+        cost_weight: Any,
+        *,
+        is_logged: bool,
+    ) -> StepResult:
+        """A step up to its loss, without waiting for the device."""
         # known of a task, but nothing to learn from
         inputs = {name: value for name, value in inputs.items() if name != "needs_full"}
-        is_logged = self.is_logged_step(self.state.global_step + 1)
         is_steered = self.economy.target is not None
         out = self.run_model(model, inputs, output_routing=is_logged, output_routed_cost=is_steered)
         task, kl, cost = out.task_loss, out.kl, out.projected_cost
         routed_cost = out.routed_cost if is_steered else cost.detach()
         parts = 1
-        if num_items_in_batch is not None:
+        if num_items is not None:
             # Trainer takes a loss that knows this count as it is; gradients of processes are
             # averaged, so each counts as all of them
             num_predicted = (inputs["labels"][:, 1:] != IGNORED).sum()
-            task = task * (num_predicted * self.args.world_size / num_items_in_batch)
+            task = task * (num_predicted * self.args.world_size / num_items)
             # blocks have one length, so their parts weigh the same
             parts = self.current_gradient_accumulation_steps
             kl, cost, routed_cost = kl / parts, cost / parts, routed_cost / parts
-        self._weights = weights = self._weights_after(self.state.global_step)
-        kl_weight, cost_weight = weights["kl_weight"], weights["cost_weight"]
         loss = routing_loss(task, kl, kl_weight=kl_weight, cost=cost, cost_weight=cost_weight)
-
         figures = {
             "task_loss": task,
             "kl": kl,
@@ -255,15 +309,21 @@ class MetaAttentionTrainer(Trainer):
             "routed_cost": routed_cost,
         }
         others = {name: value / parts for name, value in getattr(out, "figures", {}).items()}
-        for name, value in (figures | others).items():
-            self._parts[name] = self._parts.get(name, 0.0) + value.detach()
+        figures |= others
+        values = torch.stack([value.detach() for value in figures.values()])
+        return StepResult(loss, tuple(figures), values, out)
+
+    def _end_step(self, step: StepResult, inputs: Mapping[str, Tensor], is_logged: bool) -> None:
+        """Take note of a step."""
+        self._names = step.names
+        self._parts = step.figures + (0.0 if self._parts is None else self._parts)
         if self.economy.is_watched:
-            watched = torch.stack([task, routed_cost]).detach()
+            figures = dict(zip(step.names, step.figures, strict=True))
+            watched = torch.stack([figures["task_loss"], figures["routed_cost"]])
             self._watched = self._watched.to(watched) + watched
         self._num_tokens += inputs["input_ids"].numel()
         if is_logged:
-            self._tally.add(self._believed_weights(out), None, out.concentrations)
-        return (loss, out) if return_outputs else loss
+            self._tally.add(self._believed_weights(step.out), None, step.out.concentrations)
 
     def _believed_weights(self, out: Any) -> Sequence[Tensor]:
         """Routing weights without the noise of a training sample."""
@@ -320,8 +380,9 @@ class MetaAttentionTrainer(Trainer):
         """Means over the steps since the last log, over all processes."""
         reduce: Any = self.accelerator.reduce
         num_steps = max(1, self.state.global_step - self.logged_step)
-        sums = torch.stack(list(self._parts.values()))
-        means = dict(zip(self._parts, (reduce(sums, "mean") / num_steps).tolist(), strict=True))
+        assert self._parts is not None  # a window has a step
+        sums = self._parts
+        means = dict(zip(self._names, (reduce(sums, "mean") / num_steps).tolist(), strict=True))
         self._tally.sums = reduce(self._tally.sums.to(sums.device), "sum")
         routing = self._tally.summary()
         seconds = time.perf_counter() - (self._clock or 0.0)
@@ -338,7 +399,7 @@ class MetaAttentionTrainer(Trainer):
             figures["multiplier"] = self._weights["multiplier"]
         if self.economy.settled is not None:
             figures["settled_step"] = self.economy.settled
-        self._parts, self._num_tokens, self._clock = {}, 0, None
+        self._parts, self._num_tokens, self._clock = None, 0, None
         self.logged_step = self.state.global_step
         self._tally.sums = torch.zeros_like(self._tally.sums)
         return figures
