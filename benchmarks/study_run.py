@@ -16,13 +16,14 @@ import math
 import shutil
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from study_data import Cache
-from study_evaluation import autocast, evaluate
+from study_evaluation import evaluate
 from study_training import Training
 from study_variants import SCALES, Scale, find_variant
 from torch import Tensor
@@ -173,27 +174,34 @@ def _training_figures(training: Training, folder: Path) -> dict[str, Any]:
     }
 
 
-def measure_times(cache: Cache, folder: Path, *, repeats: int = 20) -> dict[str, Any]:
+def measure_times(
+    cache: Cache, folder: Path, *, repeats: int = 20, compile: bool = False
+) -> dict[str, Any]:
     """Training step and prefill of a finished run, with the routes it has learned.
 
-    Nothing else may run on the device meanwhile.
+    On a GPU both are replayed from graphs, so that no variant waits for Python; the prefill is of
+    bfloat16 weights. Nothing else may run on the device meanwhile.
     """
     settings = json.loads((folder / CONFIG).read_text())
     scale, device = Scale.of_run(settings["settings"]), default_device()
-    training = Training(cache, find_variant(settings["variant"]), scale, settings["seed"], device)
+    variant = find_variant(settings["variant"])
+    training = Training(cache, variant, scale, settings["seed"], device, compile=compile)
     trained = MetaAttentionForCausalLM.from_pretrained(folder / "model")
     training.model.load_state_dict(trained.state_dict())
     times: dict[str, Any] = {}
-    with evaluating(training.model):
+    model = trained.to(torch.device(device))
+    if device == "cuda":
+        model.bfloat16()
+    with evaluating(model):
         for length in sorted({scale.length, scale.longest}):
             ids = training.text[:length].long().unsqueeze(0)
-            ids = ids.expand(max(1, scale.batch_size * scale.length // length), -1)
+            ids = ids.repeat(max(1, scale.batch_size * scale.length // length), 1)
 
             def prefill(ids: Tensor = ids) -> None:
-                with autocast(device):
-                    training.model(ids, use_cache=False, logits_to_keep=1)
+                model(ids, use_cache=False, logits_to_keep=1)
 
-            times[f"prefill_ms_{length}"] = _median_ms(prefill, device, repeats)
+            replay = captured(prefill) if device == "cuda" else prefill
+            times[f"prefill_ms_{length}"] = _median_ms(replay, device, repeats)
     # the last step's learning rate is next to nothing, so that routes stay what they are
     training.steps_done = scale.steps - 1
 
@@ -203,8 +211,20 @@ def measure_times(cache: Cache, folder: Path, *, repeats: int = 20) -> dict[str,
 
     times["step_ms"] = _median_ms(step, device, repeats)
     times["device"] = torch.cuda.get_device_name() if device == "cuda" else device
+    times["compiled"] = compile
     (folder / TIMING).write_text(json.dumps(times, indent=1) + "\n")
     return times
+
+
+def captured(call: Callable[[], None]) -> Callable[[], None]:
+    """A call as a graph that is replayed."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
 def _median_ms(call: Any, device: str, repeats: int) -> float:

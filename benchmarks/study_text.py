@@ -116,8 +116,10 @@ def time_all(args: argparse.Namespace) -> int:
     cache = Cache.open(args.cache)
     for path in sorted(args.runs.glob(f"*-seed{args.seed}/{study_run.RESULT}")):
         if not path.with_name(study_run.TIMING).exists():
-            times = study_run.measure_times(cache, path.parent, repeats=args.repeats)
-            shown = [f"{name} {ms:.2f}" for name, ms in times.items() if name != "device"]
+            times = study_run.measure_times(
+                cache, path.parent, repeats=args.repeats, compile=args.compile
+            )
+            shown = [f"{name} {ms:.2f}" for name, ms in times.items() if "_ms" in name]
             say(f"{path.parent.name}: {', '.join(shown)}")
     return 0
 
@@ -171,6 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--runs", type=Path, required=True)
     command.add_argument("--seed", type=int, default=0, help="the seed whose runs are timed")
     command.add_argument("--repeats", type=int, default=20)
+    command.add_argument("--compile", action="store_true", help="compile the blocks, to train")
     command.set_defaults(call=time_all)
 
     command = commands.add_parser("export", help="a finished run as a checkpoint with a card")
