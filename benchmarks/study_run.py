@@ -189,7 +189,7 @@ def measure_times(
     trained = MetaAttentionForCausalLM.from_pretrained(folder / "model")
     training.model.load_state_dict(trained.state_dict())
     times: dict[str, Any] = {}
-    model = trained.to(torch.device(device))
+    model = trained.to(torch.device(device))  # type: ignore[arg-type]
     if device == "cuda":
         model.bfloat16()
     with evaluating(model):
