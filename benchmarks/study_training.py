@@ -56,17 +56,15 @@ class Training:
         if compile:
             for block in self.model.model.layers:
                 block.compile()
-        parameters = list(self.model.parameters())
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in parameters if p.dim() <= 1]},
-        ]
-        names = ("kl_weight", "cost_weight", "hold", "lr")
+        names = ("kl_weight", "cost_weight", "hold", "lr", "router_lr")
         self.knobs = {name: torch.zeros((), device=device) for name in names}
         is_cuda = device == "cuda"
+        self.groups = self._groups()
         self.optimiser = torch.optim.AdamW(
-            groups,
-            lr=self.knobs["lr"] if is_cuda else scale.lr,
+            [
+                group | {"lr": self.knobs[name] if is_cuda else scale.lr}
+                for name, group in self.groups
+            ],
             betas=BETAS,
             weight_decay=0.0,
             fused=is_cuda,
@@ -93,6 +91,23 @@ class Training:
         self._plain_steps = 0
         self.steps_done = 0
         self.seconds = 0.0
+
+    def _groups(self) -> list[tuple[str, dict[str, Any]]]:
+        """Parameters that learn alike, and the knob of their learning rate."""
+        groups: list[tuple[str, dict[str, Any]]] = []
+        for knob in ("lr", "router_lr"):
+            of_router = knob == "router_lr"
+            mine = [
+                p
+                for name, p in self.model.named_parameters()
+                if (".controller." in name) == of_router
+            ]
+            matrices = [p for p in mine if p.dim() > 1]
+            groups += [
+                (knob, {"params": matrices, "weight_decay": 0.0 if of_router else WEIGHT_DECAY}),
+                (knob, {"params": [p for p in mine if p.dim() <= 1]}),
+            ]
+        return [(knob, group) for knob, group in groups if group["params"]]
 
     def batch(self) -> Tensor:
         """Sequences from anywhere in the text [B, T], int64."""
@@ -126,10 +141,13 @@ class Training:
         self.knobs["cost_weight"].fill_(0.0 if is_bayesian else weight)
         is_held = self.variant.target is not None and self.economy.has_begun(step)
         self.knobs["hold"].fill_(scale.hold if is_held else 0.0)
-        self.knobs["lr"].fill_(learning_rate(scale, step))
+        rates = {"lr": learning_rate(scale, step)}
+        rates["router_lr"] = scale.router_lr * rates["lr"]
+        for name, rate in rates.items():
+            self.knobs[name].fill_(rate)
         if self.device != "cuda":
-            for group in self.optimiser.param_groups:
-                group["lr"] = learning_rate(scale, step)
+            for (name, _), group in zip(self.groups, self.optimiser.param_groups, strict=True):
+                group["lr"] = rates[name]
         if step >= scale.argmax_from * scale.steps:
             if self.model.config.training_weights != "mean":
                 # other code: captured again after some plain steps

@@ -50,6 +50,7 @@ class Scale:
     ramp: float = 0.1  # share of the steps in which the pressure rises to these weights
     kl_weight: float = 0.02
     cost_weight: float = 0.2
+    router_lr: float = 3.0  # of controllers, which begin late, as a multiple of lr
     hold: float = 1.0  # weight of falling below the target; see Training.below_target
     short_conv: int = 3  # taps of the convolution before attention, 0 for none
     argmax_from: float = 1.0  # share of the steps after which routes are no longer drawn
