@@ -138,12 +138,14 @@ def base_windows(model: nn.Module) -> list[int | None]:
 
 
 def _routed(router: Router, lists: RoutePlan | Tensor, marks: Tensor, past: int) -> float:
-    plan = plan_of(lists, marks.to(lists.device) if isinstance(lists, Tensor) else marks, past)
-    B, _, E, T = plan.positions.shape
+    if isinstance(lists, Tensor):
+        (B, T), E, device = lists.shape[:2], lists.shape[-1], lists.device
+    else:
+        (B, _, E, T), device = lists.positions.shape, lists.positions.device
     if (B, past + T) != tuple(marks.shape) or len(router.experts) != E:
         raise ShapeError(
             f"layer {router.layer_idx} must have lists of {len(router.experts)} experts for "
             f"[{marks.shape[0]}, {marks.shape[1] - past}] tokens, got {E} for [{B}, {T}]"
         )
-    experts = list(router.experts)
-    return count_attention(experts, plan, marks.to(plan.positions.device))  # type: ignore[arg-type]
+    marks, experts = marks.to(device), list(router.experts)
+    return count_attention(experts, plan_of(lists, marks, past), marks)  # type: ignore[arg-type]
