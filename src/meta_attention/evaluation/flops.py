@@ -71,6 +71,10 @@ class Flops:
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def per(self, count: int) -> "Flops":
+        """Divided by a count, of tokens say."""
+        return Flops(*(getattr(self, f.name) / count for f in fields(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
