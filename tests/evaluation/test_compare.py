@@ -50,22 +50,18 @@ def test_the_base_is_the_model_as_it_was_loaded(name):
 class Lora(nn.Module):
     """What a layer of PEFT has, as far as it matters here."""
 
-    def __init__(self):
-        super().__init__()
-        self.lora_A = nn.Linear(2, 2)
-        self.is_enabled = True
-
-    def enable_adapters(self, enabled):
-        self.is_enabled = enabled
+    _disable_adapters = False
 
 
 def test_the_base_is_without_what_lora_added():
     _, routed = make_pair()
-    lora = Lora()
-    routed.add_module("extra", lora)
+    routed.add_module("on", Lora())
+    routed.add_module("off", Lora())
+    routed.off._disable_adapters = True
     with as_base(routed):
-        assert not lora.is_enabled
-    assert lora.is_enabled
+        assert routed.on._disable_adapters
+    assert not routed.on._disable_adapters
+    assert routed.off._disable_adapters
 
 
 @torch.no_grad()

@@ -40,18 +40,18 @@ def as_base(model: nn.Module) -> Iterator[None]:
     name = pretrained.config._attn_implementation
     below = {ours: theirs for theirs, ours in IMPLEMENTATIONS.items()}[name]
     # PEFT's layers, by what they have: it need not be installed
-    added: list[Any] = [
-        m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "enable_adapters")
-    ]
+    added: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
+    were_disabled = [layer._disable_adapters for layer in added]
     pretrained.set_attn_implementation(below)
     for layer in added:
-        layer.enable_adapters(False)
+        # not enable_adapters, which would also change what learns
+        layer._disable_adapters = True
     try:
         yield
     finally:
         pretrained.set_attn_implementation(name)
-        for layer in added:
-            layer.enable_adapters(True)
+        for layer, was_disabled in zip(added, were_disabled, strict=True):
+            layer._disable_adapters = was_disabled
         for router in routers:
             # hooks have handed them what nobody took
             router.inputs = None
