@@ -62,7 +62,6 @@ def test_base_and_adapter_stand_side_by_side(run, adapter, tmp_path):
     for row in figures["lengths"]:
         assert 0.0 < row["attention_share"] < 1.0
         assert row["loss_increase"] == pytest.approx(row["adapted_loss"] - row["base_loss"])
-    assert figures["lengths"][1]["attention_share"] < figures["lengths"][0]["attention_share"]
     assert set(figures["facts"]) == {"one fact", "one of 6"}
     assert figures["facts"]["one fact"][0]["base"]["num_sequences"] == 5
     assert figures["times"] == []
