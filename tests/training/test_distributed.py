@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from meta_attention.errors import ConfigError
 from meta_attention.training.logs import read_metrics
 from meta_attention.training.recipes import demo
-from meta_attention.training.run import _training_arguments
+from meta_attention.training.run import training_arguments
 
 WORKER = Path(__file__).parent / "worker.py"
 # isolated documents give the processes different numbers of predicted tokens; the KL is as large
@@ -99,4 +99,4 @@ def test_fsdp2_shards_the_model_and_takes_the_same_steps(alone, tmp_path):
 def test_a_batch_must_divide_among_the_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="got 16 and 3 x 1"):
-        _training_arguments(demo(), tmp_path)
+        training_arguments(demo(), tmp_path)

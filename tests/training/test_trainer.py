@@ -16,7 +16,7 @@ from meta_attention.training.corpus import Corpus, embedded_corpus
 from meta_attention.training.logs import MetricsLog, read_metrics
 from meta_attention.training.packing import pack
 from meta_attention.training.recipes import demo
-from meta_attention.training.run import _training_arguments
+from meta_attention.training.run import training_arguments
 from meta_attention.training.schedule import Schedule
 from meta_attention.training.tokenizer import build_tokenizer
 from meta_attention.training.trainer import MetaAttentionTrainer
@@ -57,7 +57,7 @@ def build_model(seed=0, **fields):
 
 def build_trainer(folder, model=None, train=None, valid=None, callbacks=(), **arguments):
     settings = demo()
-    args = _training_arguments(settings, folder)
+    args = training_arguments(settings, folder)
     arguments = {
         "max_steps": 2,
         "per_device_train_batch_size": 8,
@@ -336,7 +336,7 @@ def test_fsdp_without_gpus_is_refused_not_ignored(tmp_path, monkeypatch):
         build_trainer(tmp_path)
 
 
-def test_plain_training_arguments_are_enough(tmp_path):
+def test_plaintraining_arguments_are_enough(tmp_path):
     args = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=2,

@@ -5,9 +5,9 @@ the flags given override it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Literal, Self
+from typing import Any, ClassVar
 
 from meta_attention.config import (
     ControllerName,
@@ -22,40 +22,25 @@ from meta_attention.errors import ConfigError
 from meta_attention.evaluation.tasks.spec import TaskSpec
 from meta_attention.training.economy import check_settling
 from meta_attention.training.schedule import Schedule
-
-Precision = Literal["fp32", "bf16", "fp16"]
-
-NO_WEIGHT = Schedule.constant(0.0)
+from meta_attention.training.settings import NO_WEIGHT as NO_WEIGHT
+from meta_attention.training.settings import RunSettings
 
 # settings that may change in the course of training
 SCHEDULED = ("kl_weight", "uncertainty_threshold", "cost_weight")
 
-# a resumed run may change these: where the text lies (its content may not change), how often it
-# reports, and how a step is computed, which changes results by rounding only (drawn routes aside:
-# other parts of a batch draw others)
-MAY_CHANGE = frozenset(
-    {
-        *("data", "eval_data", "max_bytes"),
-        *("eval_every", "save_every", "log_every"),
-        *("grad_accum", "compile", "gradient_checkpointing"),
-    }
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class Settings(RunSettings):
     """All that determines a training run."""
+
+    SCHEDULED: ClassVar[tuple[str, ...]] = SCHEDULED
+    MAY_CHANGE: ClassVar[frozenset[str]] = RunSettings.MAY_CHANGE | {"compile"}
 
     recipe: str
 
     # text -> blocks
     task: str | None = None
     """A task with known need in place of text, by name and sizes; see ``TaskSpec``."""
-    data: tuple[str, ...] = ()
-    """Files, folders, globs or hub names; none: Python's own manual. Not for task recall."""
-    eval_data: tuple[str, ...] = ()
-    """Text to evaluate on; none: a part of the data, held out."""
-    max_bytes: int | None = None
     train_bytes: int | None = None
     """Train on this much of the text only, again and again; what is held out and the tokenizer stay
     those of the whole."""
@@ -94,74 +79,37 @@ class Settings:
     route_granularity: RouteGranularity = "token"
 
     # training
-    steps: int
-    batch_size: int
-    """Blocks per step, over all processes and accumulated parts."""
-    grad_accum: int = 1
-    """Parts a batch is computed in, one after the other."""
-    lr: float
-    warmup: int
-    """Steps over which the learning rate rises; then it falls as a cosine to 0."""
-    weight_decay: float = 0.1
-    kl_weight: Schedule
     routing: RoutingName = "soft"
     uncertainty_signal: Signal = "mutual_information"
     uncertainty_threshold: Schedule | None = None
     """For gated routing; rising, it makes tokens hard in the course of training."""
-    cost_weight: Schedule = NO_WEIGHT
-    target_cost: float | None = None
-    """What hard routes shall cost: a share of full attention's cost in the routed layers, counted
-    as ``expert_costs`` has it. With ``"flops"`` it is the FLOPs of scores and values at the
-    training length, without projections and controller. Steers the weight of the KL, or of the
-    cost where there is no prior."""
     settle_drop: float = 0.02
     """The task loss has settled when it fell by less than this share over ``settle_steps``."""
     settle_steps: int | None = None
     """Steps whose mean is compared with that of as many before; none: a tenth of training."""
-    seed: int = 0
-    precision: Precision = "fp32"
     compile: bool = False
-    gradient_checkpointing: bool = False
-
-    # what is kept of it
-    eval_every: int
-    """Steps between evaluations; 0: none, and the last model counts as the best."""
-    save_every: int
-    """Steps between checkpoints; the best evaluated model is saved besides."""
-    log_every: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "grad_accum", "save_every", "log_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be >= 1, got {getattr(self, name)}")
+        # by name: the class that a dataclass with slots is made into is another one
+        RunSettings.__post_init__(self)
         if self.train_bytes is not None and self.train_bytes < 1:
             raise ConfigError(f"train_bytes must be >= 1, got {self.train_bytes}")
-        if self.eval_every < 0:
-            raise ConfigError(f"eval_every must be >= 0, got {self.eval_every}")
-        if self.batch_size % self.grad_accum:
-            raise ConfigError(
-                f"batch_size must be a multiple of grad_accum, got {self.batch_size} and "
-                f"{self.grad_accum}: a batch is computed in equal parts"
-            )
-        if not 0.0 < self.lr < float("inf"):
-            raise ConfigError(f"lr must be > 0, got {self.lr}")
-        if not 0 <= self.warmup <= self.steps:
-            raise ConfigError(
-                f"warmup must be between 0 and all {self.steps} steps, got {self.warmup}"
-            )
         if self.empirical_prior and self.controller != "bayesian":
             raise ConfigError(
                 "empirical_prior must have a prior to estimate, got a prior_free controller"
             )
-        self._check_schedules()
         check_settling(self.settle_drop, self.settle_steps)
-        if self.target_cost is not None and not 0.0 < self.target_cost < 1.0:
-            raise ConfigError(
-                f"target_cost must be a share between 0 and 1, got {self.target_cost}"
-            )
-        if self.precision not in ("fp32", "bf16", "fp16"):
-            raise ConfigError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
         self._check_task()
+
+    @property
+    def keeps_best(self) -> bool:
+        # a task is learnt first and made cheap later: there the last model counts
+        return bool(self.eval_every) and self.task is None
+
+    @property
+    def loads_slowly(self) -> bool:
+        # sequences of this task are made one by one
+        return self.tokenizer == "task"
 
     def _check_task(self) -> None:
         spec = None if self.task is None else TaskSpec.parse(self.task)
@@ -185,19 +133,6 @@ class Settings:
                 f"tokenizer must not be given with task recall, got {self.tokenizer!r}: it has a "
                 "vocabulary of its own; leave it out"
             )
-
-    def _check_schedules(self) -> None:
-        for name in SCHEDULED:
-            schedule: Schedule | None = getattr(self, name)
-            if schedule is None:
-                continue
-            if schedule.in_steps and schedule.finish > self.steps:
-                raise ConfigError(
-                    f"{name} must reach its end within the {self.steps} steps of training, got "
-                    f"{schedule}"
-                )
-            if name != "uncertainty_threshold" and min(schedule.start, schedule.end) < 0.0:
-                raise ConfigError(f"{name} must be >= 0, got {schedule}")
 
     def model_config(self, **of_tokenizer: Any) -> MetaAttentionConfig:
         """The model of this run, for a vocabulary."""
@@ -240,34 +175,6 @@ class Settings:
                 f"many, got {len(self.layer_experts)}"
             )
         return self.layer_experts * times
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, as :meth:`from_dict` reads it."""
-        return asdict(self) | {
-            name: None if getattr(self, name) is None else str(getattr(self, name))
-            for name in SCHEDULED
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Settings that were written as JSON."""
-        known = {field.name for field in fields(cls)}
-        kept = {name: _frozen(value) for name, value in values.items() if name in known}
-        schedules = {
-            name: Schedule.parse(str(kept[name]))
-            for name in SCHEDULED
-            if kept.get(name) is not None
-        }
-        return cls(**kept | schedules)
-
-    def differences(self, other: Self) -> dict[str, tuple[Any, Any]]:
-        """Settings that differ and that a resumed run may not change: name -> (own, other's)."""
-        own, others = self.to_dict(), other.to_dict()
-        fixed = own.keys() - MAY_CHANGE
-        if bool(self.eval_every) != bool(other.eval_every):
-            # without evaluation no text is held out
-            fixed.add("eval_every")
-        return {n: (own[n], others[n]) for n in own if n in fixed and own[n] != others[n]}
 
 
 # Hard routes that adapt. Capability first: a model starts on full attention, and nothing presses it
@@ -479,7 +386,3 @@ def parse_costs(text: str) -> str | tuple[float, ...]:
         raise ConfigError(
             f"expert_costs must be paper, flops or numbers separated by commas, got {text!r}"
         ) from None
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value

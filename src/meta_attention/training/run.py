@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -37,12 +37,15 @@ from meta_attention.training.checkpoints import (
 from meta_attention.training.data import Blocks, check_same_text, read_blocks
 from meta_attention.training.empirical_prior import EmpiricalPrior, text_to_look_at
 from meta_attention.training.logs import METRICS_FILE, MetricsLog
-from meta_attention.training.recipes import SCHEDULED, Settings, build_settings, default_recipe
+from meta_attention.training.recipes import Settings, build_settings, default_recipe
 from meta_attention.training.sampler import BlockSampler
+from meta_attention.training.settings import RunSettings
 from meta_attention.training.tasks import read_task_blocks
 from meta_attention.training.trainer import MetaAttentionTrainer
 
 RUN_FILE = "run.json"
+
+SettingsType = TypeVar("SettingsType", bound=RunSettings)
 
 
 def open_run(
@@ -58,22 +61,31 @@ def open_run(
             are of the kind that may change.
     """
     if not resume:
-        # the other processes may already see what the first one writes
-        if _is_main() and out.exists():
-            _check_free(out)
+        check_free(out)
         return build_settings(recipe or default_recipe(overrides.get("task")), overrides)
-    try:
-        saved = Settings.from_dict(read_run(out)["settings"])
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{out / RUN_FILE} must hold the settings of a run of this version, but: {error}"
-        ) from error
+    saved = read_settings(Settings, out)
     if recipe not in (None, saved.recipe):
         raise ConfigError(
             f"{out} holds a run whose recipe is {saved.recipe!r}, got {recipe!r}; leave it out, or "
             "start a new run in another folder"
         )
-    merged = Settings.from_dict(saved.to_dict() | _plain(overrides))
+    return go_on_with(saved, overrides, out)
+
+
+def read_settings(kind: type[SettingsType], out: Path) -> SettingsType:
+    """Settings of the run that a folder holds."""
+    try:
+        return kind.from_dict(read_run(out)["settings"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{out / RUN_FILE} must hold the settings of a run of this version, but: {error}"
+        ) from error
+
+
+def go_on_with(saved: SettingsType, overrides: Mapping[str, Any], out: Path) -> SettingsType:
+    """Settings of a resumed run; raise where one was given anew that may not change."""
+    plain = {k: str(v) if k in saved.SCHEDULED else v for k, v in overrides.items()}
+    merged = saved.from_dict(saved.to_dict() | plain)
     for name, (ours, theirs) in merged.differences(saved).items():
         raise ConfigError(
             f"{out} holds a run whose {name} is {theirs!r}, got {ours!r}; leave it out, or start "
@@ -105,7 +117,7 @@ def train_model(
     if resume and (record := read_run(out)).get("finished"):
         say(f"{out} holds a finished run: nothing to do")
         return record
-    args = _training_arguments(settings, out)
+    args = training_arguments(settings, out)
     # a bar for each of Trainer's saves would break ours
     transformers.utils.logging.disable_progress_bar()
     read = read_blocks if settings.task is None else read_task_blocks
@@ -126,16 +138,11 @@ def train_model(
             block.compile()
     if resume:
         check_same_text(read_run(out), blocks)
-    checkpoint = _choose_checkpoint(out, args, say) if resume else None
+    checkpoint = choose_checkpoint(out, args, say) if resume else None
     if checkpoint is not None:
         check_same_model(checkpoint, model.config)
 
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder of a run must be one that can be made, got {out}: {error.strerror}"
-        ) from error
+    make_folder(out)
     prior = None
     if settings.empirical_prior:
         prior = EmpiricalPrior(out, text_to_look_at(blocks.train), settings.prior_strength)
@@ -219,22 +226,32 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def _check_free(out: Path) -> None:
+def make_folder(out: Path) -> None:
+    """Make the folder of a run."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder of a run must be one that can be made, got {out}: {error.strerror}"
+        ) from error
+
+
+def check_free(out: Path, *files: str) -> None:
+    """Raise where a folder holds a run or a model; ``files`` are further signs of one."""
+    # the other processes may already see what the first one writes
+    if not (_is_main() and out.exists()):
+        return
     if not out.is_dir():
         raise ConfigError(f"the folder of a run must be a folder, got the file {out}")
-    taken = [name for name in (RUN_FILE, METRICS_FILE, "config.json") if (out / name).exists()]
-    if taken or list_checkpoints(out):
+    signs = (RUN_FILE, METRICS_FILE, "config.json", *files)
+    if any((out / name).exists() for name in signs) or list_checkpoints(out):
         raise ConfigError(
             f"{out} already holds a run or a model; go on with it by --resume, or choose another "
             "folder"
         )
 
 
-def _plain(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: str(v) if k in SCHEDULED else v for k, v in overrides.items()}
-
-
-def _choose_checkpoint(
+def choose_checkpoint(
     out: Path, args: TrainingArguments, say: Callable[[str], None]
 ) -> Path | None:
     """The newest complete checkpoint; the first process decides for all."""
@@ -251,7 +268,8 @@ def _choose_checkpoint(
     return choice[0]
 
 
-def _training_arguments(settings: Settings, out: Path) -> TrainingArguments:
+def training_arguments(settings: RunSettings, out: Path) -> TrainingArguments:
+    """Trainer's own arguments for a run."""
     has_device = torch.accelerator.is_available()
     if settings.precision == "fp16" and not has_device:
         raise ConfigError("precision fp16 must have a GPU, and there is none; use bf16 or fp32")
@@ -262,8 +280,6 @@ def _training_arguments(settings: Settings, out: Path) -> TrainingArguments:
             f"batch_size must be a multiple of processes times grad_accum, got "
             f"{settings.batch_size} and {processes} x {settings.grad_accum}"
         )
-    # a task is learnt first and made cheap later: there the last model counts
-    has_best = settings.eval_every and settings.task is None
     return TrainingArguments(
         output_dir=str(out),
         max_steps=settings.steps,
@@ -288,14 +304,14 @@ def _training_arguments(settings: Settings, out: Path) -> TrainingArguments:
         save_strategy="steps",
         save_steps=settings.save_every,
         save_total_limit=2,
-        metric_for_best_model="task_loss" if has_best else None,
+        metric_for_best_model="task_loss" if settings.keeps_best else None,
         greater_is_better=False,
         # the saved config is of the model, not of its training
         use_cache=True,
         remove_unused_columns=False,
         dataloader_pin_memory=has_device,
-        # sequences of this task are made while the device works
-        dataloader_num_workers=int(has_device and settings.tokenizer == "task"),
+        # while the device works
+        dataloader_num_workers=int(has_device and settings.loads_slowly),
         # a copy that waits for the device would make every step wait for the one before
         accelerator_config={"non_blocking": has_device},
         # every parameter has a gradient
@@ -335,12 +351,17 @@ def _describe(
         "parameters": model.num_parameters(),
         "processes": args.world_size,
         "device": args.device.type,
-        "versions": {
-            "meta_attention": meta_attention.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "accelerate": importlib.metadata.version("accelerate"),
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "finished": False,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what a run was made with."""
+    return {
+        "meta_attention": meta_attention.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": importlib.metadata.version("accelerate"),
+        "python": platform.python_version(),
     }

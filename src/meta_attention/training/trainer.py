@@ -31,7 +31,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from meta_attention.errors import ConfigError
-from meta_attention.evaluation.routing import RoutingTally
+from meta_attention.evaluation.routing import RoutingSummary, RoutingTally
 from meta_attention.evaluation.tasks import TaskDataset, TaskTally
 from meta_attention.objective import routing_loss
 from meta_attention.training.checkpoints import TrainingError, clear_write_errors, step_of
@@ -84,7 +84,7 @@ class MetaAttentionTrainer(Trainer):
         settle_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        config: Any = model.config
+        config = self.config_of(model)
         self.kl_weight = kl_weight or Schedule.constant(config.kl_weight)
         self.uncertainty_threshold = uncertainty_threshold
         if not isinstance(cost_weight, Schedule):
@@ -126,17 +126,42 @@ class MetaAttentionTrainer(Trainer):
             self.remove_callback(console)
         self.add_callback(Flow(self))
         self.sampler: BlockSampler | None = None
-        self._tally = RoutingTally.of(model)
+        self._tally = self.tally_of(model)
         self._need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
         if target_cost is not None:
             self._check_target(target_cost)
-        self._parts = torch.zeros(6)
+        # figures of the log since it was last written
+        self._parts: dict[str, Tensor] = {}
         # task loss and routed cost since the economy last looked
         self._watched = torch.zeros(2)
         self._weights = self._weights_after(0)
         self._num_tokens = 0
         self.logged_step = 0
         self._clock: float | None = None
+
+    # --- the model ---
+
+    def config_of(self, model: Any) -> Any:
+        """The configuration that says how a model is routed."""
+        return model.config
+
+    def tally_of(self, model: nn.Module) -> RoutingTally:
+        """A tally for its layers."""
+        return RoutingTally.of(model)
+
+    def run_model(
+        self, model: nn.Module, inputs: Batch, *, output_routing: bool, output_routed_cost: bool
+    ) -> Any:
+        """A call of the model: its output has the parts of the loss, and what was asked for.
+
+        Where ``output.figures`` is there, these means over tokens are logged as well, by name.
+        """
+        return model(
+            **inputs,
+            use_cache=False,
+            output_routing=output_routing,
+            output_routed_cost=output_routed_cost,
+        )
 
     # --- objective ---
 
@@ -205,11 +230,10 @@ class MetaAttentionTrainer(Trainer):
         inputs = {name: value for name, value in inputs.items() if name != "needs_full"}
         is_logged = self.is_logged_step(self.state.global_step + 1)
         is_steered = self.economy.target is not None
-        out = model(
-            **inputs, use_cache=False, output_routing=is_logged, output_routed_cost=is_steered
-        )
+        out = self.run_model(model, inputs, output_routing=is_logged, output_routed_cost=is_steered)
         task, kl, cost = out.task_loss, out.kl, out.projected_cost
         routed_cost = out.routed_cost if is_steered else cost.detach()
+        parts = 1
         if num_items_in_batch is not None:
             # Trainer takes a loss that knows this count as it is; gradients of processes are
             # averaged, so each counts as all of them
@@ -222,12 +246,20 @@ class MetaAttentionTrainer(Trainer):
         kl_weight, cost_weight = weights["kl_weight"], weights["cost_weight"]
         loss = routing_loss(task, kl, kl_weight=kl_weight, cost=cost, cost_weight=cost_weight)
 
-        values = torch.stack(
-            [task, kl, kl_weight * kl, cost, cost_weight * cost, routed_cost]
-        ).detach()
-        self._parts = self._parts.to(values) + values
+        figures = {
+            "task_loss": task,
+            "kl": kl,
+            "kl_loss": kl_weight * kl,
+            "projected_cost": cost,
+            "cost_loss": cost_weight * cost,
+            "routed_cost": routed_cost,
+        }
+        others = {name: value / parts for name, value in getattr(out, "figures", {}).items()}
+        for name, value in (figures | others).items():
+            self._parts[name] = self._parts.get(name, 0.0) + value.detach()
         if self.economy.is_watched:
-            self._watched = self._watched.to(values) + values[[0, 5]]
+            watched = torch.stack([task, routed_cost]).detach()
+            self._watched = self._watched.to(watched) + watched
         self._num_tokens += inputs["input_ids"].numel()
         if is_logged:
             self._tally.add(self._believed_weights(out), None, out.concentrations)
@@ -280,32 +312,33 @@ class MetaAttentionTrainer(Trainer):
         row = self.state.log_history[-1]
         self.state.log_history[-1] = {k: v for k, v in row.items() if "layer_" not in k}
 
+    def flatten(self, routing: RoutingSummary) -> dict[str, float]:
+        """A summary as names and numbers, as logs want it."""
+        return flatten_routing(routing)
+
     def _close_window(self) -> dict[str, float]:
         """Means over the steps since the last log, over all processes."""
         reduce: Any = self.accelerator.reduce
         num_steps = max(1, self.state.global_step - self.logged_step)
-        means = (reduce(self._parts, "mean") / num_steps).tolist()
-        task, kl, kl_loss, cost, cost_loss, routed_cost = means
-        self._tally.sums = reduce(self._tally.sums.to(self._parts.device), "sum")
+        sums = torch.stack(list(self._parts.values()))
+        means = dict(zip(self._parts, (reduce(sums, "mean") / num_steps).tolist(), strict=True))
+        self._tally.sums = reduce(self._tally.sums.to(sums.device), "sum")
         routing = self._tally.summary()
         seconds = time.perf_counter() - (self._clock or 0.0)
+        routed_cost = means.pop("routed_cost")
         figures = {
-            "task_loss": task,
-            "kl": kl,
+            **means,
             "kl_weight": self._weights["kl_weight"],
-            "kl_loss": kl_loss,
-            "projected_cost": cost,
             "cost_weight": self._weights["cost_weight"],
-            "cost_loss": cost_loss,
             "tokens_per_s": self._num_tokens * self.args.world_size / seconds,
-        } | flatten_routing(routing)
+        } | self.flatten(routing)
         if self.economy.target is not None:
             figures["routed_cost"] = routed_cost
             figures["target_cost"] = self.economy.target
             figures["multiplier"] = self._weights["multiplier"]
         if self.economy.settled is not None:
             figures["settled_step"] = self.economy.settled
-        self._parts, self._num_tokens, self._clock = torch.zeros(6), 0, None
+        self._parts, self._num_tokens, self._clock = {}, 0, None
         self.logged_step = self.state.global_step
         self._tally.sums = torch.zeros_like(self._tally.sums)
         return figures
@@ -379,7 +412,7 @@ class MetaAttentionTrainer(Trainer):
             metrics["bits_per_byte"] = self.eval_dataset.bits_per_byte(task_loss)
         if self._need is not None:
             metrics |= self._need.result_of(need_sums).flatten()
-        return metrics | flatten_routing(routing)
+        return metrics | self.flatten(routing)
 
     # --- checkpoints ---
 
