@@ -123,35 +123,23 @@ def load_model(
             raise ConfigError("--base is the model of an --adapter; leave it out")
         return load_checkpoint(checkpoint, device, dtype)
     assert adapter is not None
-    from meta_attention.adapt import load_adapter, read_card
+    from meta_attention.cli.compare import load_adapted
 
-    name = base or read_card(adapter)["base"]["name"]
-    if name is None:
-        raise ConfigError(f"{adapter} does not say which model it is for; name it by --base")
-    device = _device(device)
-    try:
-        model, tokenizer = load_pretrained(name, dtype)
-    except DataError as error:
-        hint = "" if base else f"; it is the base of {adapter}, name where it lies by --base"
-        raise DataError(f"{error}{hint}") from error
-    return load_adapter(model, adapter).to(device).eval(), tokenizer  # type: ignore[arg-type]
+    return load_adapted(adapter, base, device, dtype)
 
 
-def load_pretrained(
-    name: str, dtype: str = "auto"
-) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
-    """A pretrained model, on the CPU in evaluation mode, and its tokenizer.
+def load_pretrained(name: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """A pretrained model as it was saved, on the CPU in evaluation mode, and its tokenizer.
 
     Args:
         name: A folder, a hub name, or one of the packaged models.
-        dtype: ``"auto"`` (as it was saved) or the name of one.
     """
     from meta_attention.adapt import load_base, load_tokenizer
     from meta_attention.errors import MetaAttentionError
 
     _be_quiet()
     try:
-        model = load_base(name, dtype=dtype).eval()
+        model = load_base(name, dtype="auto").eval()
         return model, load_tokenizer(name)
     except MetaAttentionError:
         raise

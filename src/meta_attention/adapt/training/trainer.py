@@ -24,10 +24,10 @@ from meta_attention.adapt.adaptation import Record
 from meta_attention.adapt.lora import lora_parameters, without_lora
 from meta_attention.adapt.router import collect_routing, routed_as, routers_of
 from meta_attention.adapt.training.divergence import Predictor, compare_predictions
-from meta_attention.adapt.training.measure import attention_flops, tally_of
 from meta_attention.adapt.training.settings import RouterSettings
 from meta_attention.controller import RoutingPosterior
-from meta_attention.evaluation.routing import RoutingSummary, RoutingTally
+from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
+from meta_attention.evaluation.routing import RoutingSummary
 from meta_attention.training.logs import flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.trainer import Batch, MetaAttentionTrainer
@@ -95,9 +95,6 @@ class RouterTrainer(MetaAttentionTrainer):
 
     def config_of(self, model: nn.Module) -> Any:
         return self.adaptation.config
-
-    def tally_of(self, model: nn.Module) -> RoutingTally:
-        return tally_of(model)
 
     def flatten(self, routing: RoutingSummary) -> dict[str, float]:
         """Layers by their index in the base."""
@@ -197,15 +194,17 @@ class RouterTrainer(MetaAttentionTrainer):
         weights, concentrations = _routing_of(record)
         routing = self._tally.count(weights, None, concentrations)
         B, T = inputs["input_ids"].shape
-        executed, of_base = attention_flops(model, weights)
+        counted = count_adapted(model, executed_routes(record), batch=B, length=T)
         num_predicted = (inputs["labels"][:, 1:] != IGNORED).sum(dim=1)
         columns = [
             *compared.sum(dim=1, dtype=routing.dtype).unbind(dim=1),
             num_predicted.to(routing),
             torch.full_like(num_predicted, T).to(routing),
             # counted over the batch; in units that float32 can add up, where there is no float64
-            torch.full_like(num_predicted, executed / 1e9 / B, dtype=routing.dtype),
-            torch.full_like(num_predicted, of_base / 1e9 / B, dtype=routing.dtype),
+            *(
+                torch.full_like(num_predicted, flops.attention / 1e9 / B, dtype=routing.dtype)
+                for flops in (counted.routed, counted.base)
+            ),
         ]
         rows = torch.cat([torch.stack(columns, dim=1), routing], dim=1)
         return None, rows, num_predicted.unsqueeze(1)
