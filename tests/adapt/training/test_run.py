@@ -149,6 +149,7 @@ def test_activations_may_be_computed_again(base, tokenizer, settings, tmp_path):
         {"controller": "prior_free"},
         {"experts": ("full", "local", "linear")},
         {"layers": (1,)},
+        {"precision": "bf16"},
         {"loss": "lm"},
         {"loss": "both", "grad_accum": 2},
     ],
@@ -167,6 +168,7 @@ def test_every_kind_of_routing_learns(given, base, tokenizer, settings, tmp_path
         assert row["task_loss"] == pytest.approx(expected, rel=1e-5)
         parts = (row["task_loss"], row["kl_loss"], row["cost_loss"], row["hold_loss"])
         assert row["loss"] == pytest.approx(sum(parts), rel=1e-4)
+        assert row["base_loss"] > 0.0
     assert len(record["metrics"]["layers"]) == len(routers_of(model))
 
 

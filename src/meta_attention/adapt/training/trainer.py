@@ -109,7 +109,7 @@ class RouterTrainer(MetaAttentionTrainer):
         by_name = {"distill": divergence, "lm": loss, "both": (divergence + loss) / 2}
         cost = record.projected_cost
         hold_loss = self._hold_weight * self._below_target(cost)
-        weights, concentrations = _routing_of(record) if output_routing else (None, None)
+        weights, concentrations = self._routing_of(record) if output_routing else (None, None)
         return RouterOutput(
             by_name[self.settings.loss],
             record.kl,
@@ -147,6 +147,29 @@ class RouterTrainer(MetaAttentionTrainer):
             with collect_routing(model) as record:
                 routed = self.predictor.run(model, ids)
             return record, compare_predictions(self.predictor, routed, base, labels)
+
+    def _routing_of(self, record: Record) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Weights and concentrations by adapted layer, without gradients."""
+        weights: list[Tensor] = []
+        concentrations: list[Tensor | None] = []
+        for router in self.routers:
+            out = record.layers.get(router.layer_idx)
+            if out is None:
+                # by given routes on full attention, which the base ran itself
+                some = next(iter(record.layers.values())).routes.weights
+                on_full = torch.zeros_like(some)
+                on_full[..., router.expert_names.index("full")] = 1.0
+                weights.append(on_full)
+                concentrations.append(None)
+                continue
+            posterior = out.posterior
+            weights.append(out.routes.weights.detach())
+            concentrations.append(
+                posterior.concentration.detach()
+                if isinstance(posterior, RoutingPosterior)
+                else None
+            )
+        return weights, concentrations
 
     # --- objective ---
 
@@ -191,7 +214,7 @@ class RouterTrainer(MetaAttentionTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
             record, compared = self._compare(model, inputs)
-        weights, concentrations = _routing_of(record)
+        weights, concentrations = self._routing_of(record)
         routing = self._tally.count(weights, None, concentrations)
         B, T = inputs["input_ids"].shape
         counted = count_adapted(model, executed_routes(record), batch=B, length=T)
@@ -276,15 +299,3 @@ def _means(compared: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_predicted = (labels[:, 1:] != IGNORED).sum().clamp(min=1)
     divergence, loss, base_loss = compared.unbind(dim=-1)
     return divergence.mean(), loss.sum() / num_predicted, base_loss.sum() / num_predicted
-
-
-def _routing_of(record: Record) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and concentrations by adapted layer, without gradients."""
-    outputs = [record.layers[index] for index in sorted(record.layers)]
-    concentrations = [
-        out.posterior.concentration.detach()
-        if isinstance(out.posterior, RoutingPosterior)
-        else None
-        for out in outputs
-    ]
-    return [out.routes.weights.detach() for out in outputs], concentrations
