@@ -81,7 +81,7 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_tensors(routers), folder / WEIGHTS_FILE)
     if has_lora(pretrained):
-        save_lora(pretrained, folder)
+        save_lora(pretrained, folder, base or _name_of(pretrained))
     # last: where there is a card, the adapter is whole
     (folder / CARD_FILE).write_text(text + "\n", "utf-8")
     return folder

@@ -151,10 +151,8 @@ def train_router(
     measured = _measure(trainer, length)
     trainer.restore_model()
     with clear_write_errors("the adapter", out):
-        card = {key: record[key] for key in ("data", "eval_data", "settings", "device")}
-        save_adapter(
-            model, out, base=settings.model or None, metadata={"measured": measured} | card
-        )
+        base = _public(settings.model) or None
+        save_adapter(model, out, base=base, metadata=_metadata(record, measured))
         write_readme(out)
         record |= {"finished": True, "steps": trainer.state.global_step, "metrics": measured}
         write_run(out, record)
@@ -230,6 +228,26 @@ def _describe(
         "versions": versions(),
         "finished": False,
     }
+
+
+def _metadata(record: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What the card of an adapter says of its training; not where anything lay."""
+    settings = record["settings"]
+    public = {
+        name: settings[name]
+        for name in settings
+        if name not in ("model", "data", "eval_data", "max_bytes")
+    }
+    texts = {
+        key: record[key] | {"name": ", ".join(map(_public, record[key]["name"].split(", ")))}
+        for key in ("data", "eval_data")
+    }
+    return {"measured": dict(measured), **texts, "settings": public, "device": record["device"]}
+
+
+def _public(name: str) -> str:
+    """A name as others may read it: of files and folders only the last part."""
+    return Path(name).resolve().name if name and Path(name).exists() else name
 
 
 def _measure(trainer: RouterTrainer, length: int) -> dict[str, Any]:

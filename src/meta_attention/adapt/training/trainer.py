@@ -77,6 +77,10 @@ class RouterTrainer(MetaAttentionTrainer):
             # for good: what is computed again in a backward pass must be routed the same
             self.adaptation.routing = routes
         model.to(args.device)  # type: ignore[arg-type]
+        # Trainer refuses models that were quantised, as GGUF is; what learns here never was
+        marked: Any = model
+        is_quantized = getattr(model, "is_quantized", False)
+        marked.is_quantized = False
         super().__init__(
             model,
             args,
@@ -86,6 +90,7 @@ class RouterTrainer(MetaAttentionTrainer):
             optimizers=(_optimizer(model, settings), None),
             **kwargs,
         )
+        marked.is_quantized = is_quantized
         self.predictor = Predictor(model)
         self._checkpointed = [
             m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
