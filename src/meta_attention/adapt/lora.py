@@ -40,7 +40,14 @@ def add_lora(model: PreTrainedModel, rank: int) -> None:
             f"LoRA changes projections of attention, but {type(model).__name__} has none that "
             "PEFT knows; train without it"
         )
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets), NAME)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=targets,
+        # GPT-2 keeps its matrices the other way round
+        fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),
+    )
+    model.add_adapter(config, NAME)
 
 
 def projections_of(model: PreTrainedModel) -> list[str]:

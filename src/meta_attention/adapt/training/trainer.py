@@ -24,10 +24,10 @@ from meta_attention.adapt.adaptation import Record
 from meta_attention.adapt.lora import lora_parameters, without_lora
 from meta_attention.adapt.router import collect_routing, routed_as, routers_of
 from meta_attention.adapt.training.divergence import Predictor, compare_predictions
-from meta_attention.adapt.training.measure import attention_flops, tally_of
 from meta_attention.adapt.training.settings import RouterSettings
 from meta_attention.controller import RoutingPosterior
-from meta_attention.evaluation.routing import RoutingSummary, RoutingTally
+from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
+from meta_attention.evaluation.routing import RoutingSummary
 from meta_attention.training.logs import flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.trainer import Batch, MetaAttentionTrainer
@@ -96,9 +96,6 @@ class RouterTrainer(MetaAttentionTrainer):
     def config_of(self, model: nn.Module) -> Any:
         return self.adaptation.config
 
-    def tally_of(self, model: nn.Module) -> RoutingTally:
-        return tally_of(model)
-
     def flatten(self, routing: RoutingSummary) -> dict[str, float]:
         """Layers by their index in the base."""
         return flatten_routing(routing, self.adaptation.layers)
@@ -112,7 +109,7 @@ class RouterTrainer(MetaAttentionTrainer):
         by_name = {"distill": divergence, "lm": loss, "both": (divergence + loss) / 2}
         cost = record.projected_cost
         hold_loss = self._hold_weight * self._below_target(cost)
-        weights, concentrations = _routing_of(record) if output_routing else (None, None)
+        weights, concentrations = self._routing_of(record) if output_routing else (None, None)
         return RouterOutput(
             by_name[self.settings.loss],
             record.kl,
@@ -150,6 +147,29 @@ class RouterTrainer(MetaAttentionTrainer):
             with collect_routing(model) as record:
                 routed = self.predictor.run(model, ids)
             return record, compare_predictions(self.predictor, routed, base, labels)
+
+    def _routing_of(self, record: Record) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Weights and concentrations by adapted layer, without gradients."""
+        weights: list[Tensor] = []
+        concentrations: list[Tensor | None] = []
+        for router in self.routers:
+            out = record.layers.get(router.layer_idx)
+            if out is None:
+                # by given routes on full attention, which the base ran itself
+                some = next(iter(record.layers.values())).routes.weights
+                on_full = torch.zeros_like(some)
+                on_full[..., router.expert_names.index("full")] = 1.0
+                weights.append(on_full)
+                concentrations.append(None)
+                continue
+            posterior = out.posterior
+            weights.append(out.routes.weights.detach())
+            concentrations.append(
+                posterior.concentration.detach()
+                if isinstance(posterior, RoutingPosterior)
+                else None
+            )
+        return weights, concentrations
 
     # --- objective ---
 
@@ -194,18 +214,20 @@ class RouterTrainer(MetaAttentionTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
             record, compared = self._compare(model, inputs)
-        weights, concentrations = _routing_of(record)
+        weights, concentrations = self._routing_of(record)
         routing = self._tally.count(weights, None, concentrations)
         B, T = inputs["input_ids"].shape
-        executed, of_base = attention_flops(model, weights)
+        counted = count_adapted(model, executed_routes(record), batch=B, length=T)
         num_predicted = (inputs["labels"][:, 1:] != IGNORED).sum(dim=1)
         columns = [
             *compared.sum(dim=1, dtype=routing.dtype).unbind(dim=1),
             num_predicted.to(routing),
             torch.full_like(num_predicted, T).to(routing),
             # counted over the batch; in units that float32 can add up, where there is no float64
-            torch.full_like(num_predicted, executed / 1e9 / B, dtype=routing.dtype),
-            torch.full_like(num_predicted, of_base / 1e9 / B, dtype=routing.dtype),
+            *(
+                torch.full_like(num_predicted, flops.attention / 1e9 / B, dtype=routing.dtype)
+                for flops in (counted.routed, counted.base)
+            ),
         ]
         rows = torch.cat([torch.stack(columns, dim=1), routing], dim=1)
         return None, rows, num_predicted.unsqueeze(1)
@@ -277,15 +299,3 @@ def _means(compared: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_predicted = (labels[:, 1:] != IGNORED).sum().clamp(min=1)
     divergence, loss, base_loss = compared.unbind(dim=-1)
     return divergence.mean(), loss.sum() / num_predicted, base_loss.sum() / num_predicted
-
-
-def _routing_of(record: Record) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and concentrations by adapted layer, without gradients."""
-    outputs = [record.layers[index] for index in sorted(record.layers)]
-    concentrations = [
-        out.posterior.concentration.detach()
-        if isinstance(out.posterior, RoutingPosterior)
-        else None
-        for out in outputs
-    ]
-    return [out.routes.weights.detach() for out in outputs], concentrations
