@@ -122,7 +122,9 @@ def prepare(
     for path in (*train, *test):
         if not path.exists():
             raise DataError(f"a source must be a file or a folder that exists, got {str(path)!r}")
-    model, tokenizer = load_base(base, dtype=torch.bfloat16), load_tokenizer(base)
+    # of GGUF, weights are read whole in float32 only
+    model, tokenizer = load_base(base, dtype=torch.float32), load_tokenizer(base)
+    model.to(torch.bfloat16)  # type: ignore[arg-type]  # Transformers wraps it out of its type
     out.mkdir(parents=True, exist_ok=True)
     weights = write_base(model, tokenizer, out / "base")
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
