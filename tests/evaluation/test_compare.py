@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from meta_attention import adapt
 from meta_attention.adapt import collect_routing, routed_as, routers_of
+from meta_attention.adapt.lora import add_lora
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation import compare
 from meta_attention.evaluation.compare import (
@@ -47,21 +47,19 @@ def test_the_base_is_the_model_as_it_was_loaded(name):
     assert all(router.inputs is None for router in routers_of(routed))
 
 
-class Lora(nn.Module):
-    """What a layer of PEFT has, as far as it matters here."""
-
-    _disable_adapters = False
-
-
+@torch.no_grad()
 def test_the_base_is_without_what_lora_added():
-    _, routed = make_pair()
-    routed.add_module("on", Lora())
-    routed.add_module("off", Lora())
-    routed.off._disable_adapters = True
+    pytest.importorskip("peft")
+    base, routed = make_pair()
+    add_lora(routed, 2)
+    for name, parameter in routed.named_parameters():
+        if ".lora_B." in name:
+            parameter.fill_(0.1)
+    ids = draw_tokens(2, 30)
+    with routed_as(routed, "full"):
+        assert not torch.allclose(routed(ids).logits, base(ids).logits, atol=0.01)
     with as_base(routed):
-        assert routed.on._disable_adapters
-    assert not routed.on._disable_adapters
-    assert routed.off._disable_adapters
+        torch.testing.assert_close(routed(ids).logits, base(ids).logits, rtol=0.0, atol=1e-5)
 
 
 @torch.no_grad()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meta_attention.cli.checkpoint import (
+    AdapterOption,
+    BaseOption,
     Device,
     DeviceOption,
     Dtype,
@@ -15,9 +17,10 @@ from meta_attention.cli.checkpoint import (
     TextFileOption,
     TextOption,
     load_checkpoint,
+    load_model,
     read_text,
 )
-from meta_attention.cli.compare import compare_with_base, load_adapted
+from meta_attention.cli.compare import compare_with_base
 from meta_attention.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -99,13 +102,8 @@ def evaluate(
             help="also judge the routes, by forcing each expert of each layer: slow",
         ),
     ] = False,
-    adapter: Annotated[
-        Path | None, typer.Option(help="folder of an adapter, in place of a checkpoint")
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="folder or name of the adapter's base  [default: as the adapter says]"),
-    ] = None,
+    adapter: AdapterOption = None,
+    base: BaseOption = None,
     compare_base: Annotated[
         bool, typer.Option("--compare-base", help="the adapted model next to its base")
     ] = False,
@@ -184,11 +182,7 @@ def evaluate(
         return
     _refuse("a text", sequences=sequences)
     documents = _read(text, text_file, data)
-    model, tokenizer = (
-        load_adapted(adapter, base, device, dtype)
-        if adapter is not None
-        else load_checkpoint(checkpoint, device, dtype)  # type: ignore[arg-type]
-    )
+    model, tokenizer = load_model(checkpoint, adapter, base, device, dtype)
 
     # torch and transformers load here, so that --help stays instant
     from rich.console import Console

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meta_attention.adapt.attention import IMPLEMENTATIONS
+from meta_attention.adapt.lora import without_lora
 from meta_attention.adapt.router import collect_routing, routers_of
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.adapted_flops import AdaptedFlops, count_adapted, executed_routes
@@ -39,19 +40,12 @@ def as_base(model: nn.Module) -> Iterator[None]:
     pretrained = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
     name = pretrained.config._attn_implementation
     below = {ours: theirs for theirs, ours in IMPLEMENTATIONS.items()}[name]
-    # PEFT's layers, by what they have: it need not be installed
-    added: list[Any] = [m for m in model.modules() if hasattr(m, "_disable_adapters")]
-    were_disabled = [layer._disable_adapters for layer in added]
     pretrained.set_attn_implementation(below)
-    for layer in added:
-        # not enable_adapters, which would also change what learns
-        layer._disable_adapters = True
     try:
-        yield
+        with without_lora(pretrained):
+            yield
     finally:
         pretrained.set_attn_implementation(name)
-        for layer, was_disabled in zip(added, were_disabled, strict=True):
-            layer._disable_adapters = was_disabled
         for router in routers:
             # hooks have handed them what nobody took
             router.inputs = None
