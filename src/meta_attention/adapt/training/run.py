@@ -105,7 +105,10 @@ def train_router(
     if not resume:
         check_free(out, CARD_FILE)
     _check(model, settings, routes)
-    length = _length(model, settings)
+    shape = family_of(model.config).shape(model.config)
+    length = _length(shape.max_position_embeddings, settings)
+    if settings.lr is None:
+        settings = replace(settings, lr=1.0 / shape.hidden_size)
     args = training_arguments(settings, out)
     if args.world_size > 1:
         raise ConfigError("a router is trained in one process on one device; leave out torchrun")
@@ -184,8 +187,7 @@ def read_blocks(
     return Blocks(tokenizer, packed(corpus), packed(valid), corpus.name, valid.name)
 
 
-def _length(model: PreTrainedModel, settings: RouterSettings) -> int:
-    longest = family_of(model.config).shape(model.config).max_position_embeddings
+def _length(longest: int, settings: RouterSettings) -> int:
     length = settings.length or min(DEFAULT_LENGTH, longest)
     if length > longest:
         raise ConfigError(

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, TrainingArguments
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -47,6 +54,15 @@ class RouterOutput:
     concentrations: list[Tensor | None] | None
     hold_loss: Tensor
     figures: dict[str, Tensor]
+
+
+class EvaluateLast(TrainerCallback):
+    """The last step is evaluated, too: it is the first that was trained to the end."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        control.should_evaluate |= state.global_step >= state.max_steps
 
 
 class RouterTrainer(MetaAttentionTrainer):
@@ -91,6 +107,7 @@ class RouterTrainer(MetaAttentionTrainer):
             **kwargs,
         )
         marked.is_quantized = is_quantized
+        self.add_callback(EvaluateLast())
         self.predictor = Predictor(model)
         self._checkpointed = [
             m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
@@ -287,6 +304,7 @@ class RouterTrainer(MetaAttentionTrainer):
 
 
 def _optimizer(model: nn.Module, settings: RouterSettings) -> torch.optim.Optimizer:
+    assert settings.lr is not None
     lora = {id(p) for p in lora_parameters(model)}
     learning = [p for p in model.parameters() if p.requires_grad]
     routers = [p for p in learning if id(p) not in lora]
