@@ -204,9 +204,10 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         "hidden in the text that are told right, and the log-probability of both. Of base: mean of "
         "both as a share of the base's. Prefill, decode: times as fast as the base, measured; "
         "decode in batches, both with the kind of cache that suits them best. Targets: at most "
-        f"{MOST_ATTENTION:.0%} of the attention, at most {MOST_LOSS} nats, at least {LEAST_RETRIEVAL:.0%} of the base's "
-        "answers. Better by: loss of the family at the same cost, between its points on a straight "
-        "line, minus ours; - where it has no point at this cost or below. " + shown + ".",
+        f"{MOST_ATTENTION:.0%} of the attention, at most {MOST_LOSS} nats, at least "
+        f"{LEAST_RETRIEVAL:.0%} of the base's answers. Better by: loss of the family at the same "
+        "cost, between its points on a straight line, minus ours; - where it has no point at this "
+        "cost or below. " + shown + ".",
         "",
     ]
     return "\n".join(lines)
