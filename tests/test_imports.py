@@ -19,8 +19,7 @@ STAGES = [
     {"adapt"},
     {"evaluation"},
     {"training", "report", "bench"},
-    {"adapt.training"},
-    {"ablation"},
+    {"adapt.training", "ablation"},
     {"cli"},
 ]
 ORDER = {name: stage for stage, names in enumerate(STAGES) for name in names}

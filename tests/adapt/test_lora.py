@@ -1,13 +1,14 @@
 """LoRA beside the routers, through PEFT, where that is installed."""
 
 import importlib.util
+import json
 import shutil
 
 import pytest
 import torch
 
 from meta_attention import adapt
-from meta_attention.adapt import load_adapter, read_card, save_adapter
+from meta_attention.adapt import load_adapter, read_card, routed_as, save_adapter
 from meta_attention.adapt.lora import add_lora, lora_parameters, projections_of, without_lora
 from meta_attention.adapt.training import RouterSettings, train_router
 from meta_attention.errors import BackendUnavailableError, ConfigError
@@ -77,6 +78,8 @@ def test_the_base_stays_and_the_adapter_brings_both(family, run):
     assert all(p.abs().max() > 0 for p in lora_parameters(model))
     assert record["parameters"] > sum(p.numel() for p in lora_parameters(model))
     assert (folder / "lora" / "adapter_config.json").is_file()
+    config = json.loads((folder / "lora" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny"
     assert read_card(folder)["lora"]
     assert "`lora/`" in (folder / "README.md").read_text()
     loaded = load_adapter(base, folder)
@@ -86,6 +89,19 @@ def test_the_base_stays_and_the_adapter_brings_both(family, run):
         with without_lora(loaded):
             plain = loaded(ids).logits
         assert not torch.allclose(plain, loaded(ids).logits)
+
+
+@needs_peft
+def test_lora_by_itself_is_an_adapter_of_peft(run):
+    import peft
+
+    model, _, folder = run()
+    ids = draw_tokens(2, 20)
+    alone = peft.PeftModel.from_pretrained(
+        build_base("llama", vocab_size=model.config.vocab_size), folder / "lora"
+    )
+    with torch.no_grad(), routed_as(model.eval(), "full"):
+        torch.testing.assert_close(alone(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 @needs_peft

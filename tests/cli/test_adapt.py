@@ -44,13 +44,17 @@ def adapter(run, base, text, tmp_path):
     return folder, json.loads(result.stdout)
 
 
-def test_an_adapter_is_trained_measured_and_loaded(adapter, base):
+def test_an_adapter_is_trained_measured_and_loaded(adapter, base, text):
     folder, record = adapter
     assert record["out"] == str(folder)
     assert record["finished"]
     assert record["steps"] == 6
     assert record["settings"]["model"] == str(base)
     assert record["metrics"]["base_loss"] > 0.0
+    # the adapter is handed on, and says nothing of where its parts lay
+    assert str(base.parent) not in (folder / "adapter.json").read_text()
+    assert str(text.parent) not in (folder / "adapter.json").read_text()
+    assert "of held-out text (text.txt" in (folder / "README.md").read_text()
     model = load_adapter(AutoModelForCausalLM.from_pretrained(base), folder)
     assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, model.config.vocab_size)
 

@@ -81,7 +81,7 @@ def save_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_tensors(routers), folder / WEIGHTS_FILE)
     if has_lora(pretrained):
-        save_lora(pretrained, folder)
+        save_lora(pretrained, folder, base or _name_of(pretrained))
     # last: where there is a card, the adapter is whole
     (folder / CARD_FILE).write_text(text + "\n", "utf-8")
     return folder
@@ -157,14 +157,20 @@ def sample_weights(model: PreTrainedModel) -> dict[str, str]:
         if ".router." not in name and ".lora_" not in name
     }
     names = list(parameters)
-    chosen = {names[i * (len(names) - 1) // (NUM_PARAMETERS - 1)] for i in range(NUM_PARAMETERS)}
+    chosen = {names[i] for i in spread(len(names), NUM_PARAMETERS)}
     sample = {}
     for name in sorted(chosen):
         flat = parameters[name].detach().flatten()
-        at = torch.linspace(0, flat.numel() - 1, NUM_VALUES, device=flat.device).long()
+        at = torch.tensor(spread(flat.numel(), NUM_VALUES), device=flat.device)
         # six digits are more than the tolerance asks for
         sample[name] = " ".join(f"{value:.6g}" for value in flat[at].double().tolist())
     return sample
+
+
+def spread(size: int, count: int) -> list[int]:
+    """Indices below a size, evenly over it from the first to the last."""
+    # whole numbers: in float32 the last of an embedding of 28 million values is one too far
+    return [i * (size - 1) // (count - 1) for i in range(count)]
 
 
 def _first_difference(there: Any, here: Mapping[str, str]) -> str | None:

@@ -4,11 +4,14 @@ PEFT puts them into the model in place, so the model stays of its class. The bas
 while :func:`without_lora` holds.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -106,10 +109,27 @@ def learns(model: nn.Module, *, routers: bool, lora: bool) -> None:
         parameter.requires_grad_(lora)
 
 
-def save_lora(model: PreTrainedModel, folder: Path) -> None:
-    """Write it as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``."""
-    # of a model that PEFT has changed, Transformers writes what PEFT put there only
-    model.save_pretrained(folder / LORA_FOLDER)
+def save_lora(model: PreTrainedModel, folder: Path, base: str | None) -> None:
+    """Write it as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    By itself it is an adapter of PEFT for the model called ``base``.
+    """
+    from peft import get_peft_model_state_dict
+
+    own = folder / LORA_FOLDER
+    own.mkdir(exist_ok=True)
+    # told that no token was added, PEFT does not look for the base to compare vocabularies
+    state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    tensors = {
+        f"base_model.model.{name}": tensor.detach().cpu().contiguous()
+        for name, tensor in state.items()
+    }
+    save_file(tensors, own / "adapter_model.safetensors", metadata={"format": "pt"})
+    configs: Any = model.peft_config
+    config = copy.copy(configs[NAME])
+    # not where it happens to lie
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(str(own))
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> None:

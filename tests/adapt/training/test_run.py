@@ -125,6 +125,23 @@ def test_a_resumed_run_is_an_unbroken_one(base, tokenizer, settings, tmp_path, m
     assert "nothing to do" in lines[-1]
 
 
+def test_the_last_step_is_evaluated_and_kept(base, tokenizer, settings, tmp_path):
+    given = settings(steps=5, eval_every=2, lr=0.03, kl_weight=HEAVY)
+    record = train_router(base(), tokenizer, given, tmp_path / "a")
+    rows = [row for row in read_metrics(tmp_path / "a") if row["kind"] == "eval"]
+    assert [row["step"] for row in rows] == [2, 4, 5]
+    # of those that cost what they may; where none does, the last
+    may = [row for row in rows if row["eval_routed_cost"] <= 1.1 * 0.6]
+    best = min(may, key=lambda row: row["eval_divergence"]) if may else rows[-1]
+    assert record["metrics"]["step"] == best["step"]
+    assert record["metrics"]["divergence"] == pytest.approx(best["eval_divergence"], rel=1e-6)
+
+
+def test_a_wide_base_has_a_low_learning_rate(base, tokenizer, settings, tmp_path):
+    record = train_router(base(), tokenizer, settings(steps=1), tmp_path / "a")
+    assert record["settings"]["lr"] == 1.0 / base().config.hidden_size
+
+
 def test_activations_may_be_computed_again(base, tokenizer, settings, tmp_path):
     calls = {}
     for name, gradient_checkpointing in (("kept", False), ("again", True)):

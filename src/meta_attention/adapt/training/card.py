@@ -44,6 +44,8 @@ tokenizer = load_tokenizer("{base}")
 
     meta-attention generate --adapter THIS_FOLDER --prompt "The lighthouse"
 
+`--base FOLDER` says where the base lies, if not there.
+
 ## Training
 
 {steps} steps of {batch} blocks of {length} tokens of {train_name}; loss `{loss}`, learning rate

@@ -105,7 +105,10 @@ def train_router(
     if not resume:
         check_free(out, CARD_FILE)
     _check(model, settings, routes)
-    length = _length(model, settings)
+    shape = family_of(model.config).shape(model.config)
+    length = _length(shape.max_position_embeddings, settings)
+    if settings.lr is None:
+        settings = replace(settings, lr=1.0 / shape.hidden_size)
     args = training_arguments(settings, out)
     if args.world_size > 1:
         raise ConfigError("a router is trained in one process on one device; leave out torchrun")
@@ -151,10 +154,8 @@ def train_router(
     measured = _measure(trainer, length)
     trainer.restore_model()
     with clear_write_errors("the adapter", out):
-        card = {key: record[key] for key in ("data", "eval_data", "settings", "device")}
-        save_adapter(
-            model, out, base=settings.model or None, metadata={"measured": measured} | card
-        )
+        base = _public(settings.model) or None
+        save_adapter(model, out, base=base, metadata=_metadata(record, measured))
         write_readme(out)
         record |= {"finished": True, "steps": trainer.state.global_step, "metrics": measured}
         write_run(out, record)
@@ -186,8 +187,7 @@ def read_blocks(
     return Blocks(tokenizer, packed(corpus), packed(valid), corpus.name, valid.name)
 
 
-def _length(model: PreTrainedModel, settings: RouterSettings) -> int:
-    longest = family_of(model.config).shape(model.config).max_position_embeddings
+def _length(longest: int, settings: RouterSettings) -> int:
     length = settings.length or min(DEFAULT_LENGTH, longest)
     if length > longest:
         raise ConfigError(
@@ -230,6 +230,26 @@ def _describe(
         "versions": versions(),
         "finished": False,
     }
+
+
+def _metadata(record: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What the card of an adapter says of its training; not where anything lay."""
+    settings = record["settings"]
+    public = {
+        name: settings[name]
+        for name in settings
+        if name not in ("model", "data", "eval_data", "max_bytes")
+    }
+    texts = {
+        key: record[key] | {"name": ", ".join(map(_public, record[key]["name"].split(", ")))}
+        for key in ("data", "eval_data")
+    }
+    return {"measured": dict(measured), **texts, "settings": public, "device": record["device"]}
+
+
+def _public(name: str) -> str:
+    """A name as others may read it: of files and folders only the last part."""
+    return Path(name).resolve().name if name and Path(name).exists() else name
 
 
 def _measure(trainer: RouterTrainer, length: int) -> dict[str, Any]:

@@ -59,7 +59,9 @@ class RouterSettings(RunSettings):
     kl_weight: Schedule = KL_WEIGHT
     steps: int = 300
     batch_size: int = 4
-    lr: float = 3e-3
+    lr: float | None = None  # type: ignore[assignment]
+    """Of routers; None: 1 / width of the base. Adam moves every weight of a controller by as much
+    in a step, so what it makes of a token moves with the width."""
     warmup: int = 10
     weight_decay: float = 0.01
     eval_every: int = 100
@@ -88,7 +90,8 @@ class RouterSettings(RunSettings):
         """Settings that were given, and defaults that fit them.
 
         A shorter run has a warm-up of at most a tenth of it, and is evaluated and saved at its end;
-        what presses a prior-free controller is its cost, as the KL would have.
+        what presses a prior-free controller is its cost, as the KL would have; routes that learn
+        from the chosen expert alone are drawn to the end.
         """
         given = dict(values)
         steps = given.get("steps", 0)
@@ -96,6 +99,8 @@ class RouterSettings(RunSettings):
             given.setdefault("warmup", min(10, steps // 10))
             given.setdefault("eval_every", min(100, steps))
             given.setdefault("save_every", min(100, steps))
+        if given.get("route_gradient") == "chosen":
+            given.setdefault("argmax_from", 1.0)
         if given.get("controller") == "prior_free":
             kl_weight = given.get("kl_weight", KL_WEIGHT)
             if given.get("cost_weight", NO_WEIGHT).end == 0.0:

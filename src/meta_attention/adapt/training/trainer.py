@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, TrainingArguments
+from transformers import (
+    EvalPrediction,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -49,6 +56,15 @@ class RouterOutput:
     figures: dict[str, Tensor]
 
 
+class EvaluateLast(TrainerCallback):
+    """The last step is evaluated, too: it is the first that was trained to the end."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        control.should_evaluate |= state.global_step >= state.max_steps
+
+
 class RouterTrainer(MetaAttentionTrainer):
     """Trains the routers of an adapted model, and its LoRA where it has one.
 
@@ -77,6 +93,10 @@ class RouterTrainer(MetaAttentionTrainer):
             # for good: what is computed again in a backward pass must be routed the same
             self.adaptation.routing = routes
         model.to(args.device)  # type: ignore[arg-type]
+        # Trainer refuses models that were quantised, as GGUF is; what learns here never was
+        marked: Any = model
+        is_quantized = getattr(model, "is_quantized", False)
+        marked.is_quantized = False
         super().__init__(
             model,
             args,
@@ -86,6 +106,8 @@ class RouterTrainer(MetaAttentionTrainer):
             optimizers=(_optimizer(model, settings), None),
             **kwargs,
         )
+        marked.is_quantized = is_quantized
+        self.add_callback(EvaluateLast())
         self.predictor = Predictor(model)
         self._checkpointed = [
             m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
@@ -282,6 +304,7 @@ class RouterTrainer(MetaAttentionTrainer):
 
 
 def _optimizer(model: nn.Module, settings: RouterSettings) -> torch.optim.Optimizer:
+    assert settings.lr is not None
     lora = {id(p) for p in lora_parameters(model)}
     learning = [p for p in model.parameters() if p.requires_grad]
     routers = [p for p in learning if id(p) not in lora]
