@@ -260,7 +260,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--train", type=Path, nargs="+", required=True, help="files or folders")
     command.add_argument("--test", type=Path, nargs="+", required=True, help="held-out text")
     command.add_argument("--out", type=Path, required=True)
-    command.add_argument("--train-tokens", type=int, default=8_000_000)
+    command.add_argument("--train-tokens", type=int, default=7_000_000)
     command.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
     command.add_argument("--sequences", type=int, default=48, help="that variants are measured on")
     command.add_argument(

@@ -35,7 +35,7 @@ def load_adapted(
     import torch
     from transformers.utils import logging
 
-    from meta_attention.adapt import load_adapter, load_base, load_tokenizer, read_card
+    from meta_attention.adapt import load_adapter, load_base, load_tokenizer, read_card, routers_of
 
     name = base or read_card(adapter)["base"]["name"]
     if not name:
@@ -54,6 +54,10 @@ def load_adapted(
             + " ".join(str(error).split())
         ) from error
     load_adapter(model, adapter)
+    if not routers_of(model)[0].adaptation.config.causal:
+        raise ConfigError(
+            f"{adapter} is of a bidirectional model, which predicts no next token; use it in Python"
+        )
     place = torch.device("cuda" if device != "cpu" and has_gpu else "cpu")
     model.to(place)  # type: ignore[arg-type]  # Transformers wraps it out of its type
     return model.eval(), tokenizer
