@@ -122,7 +122,7 @@ def prepare(
     for path in (*train, *test):
         if not path.exists():
             raise DataError(f"a source must be a file or a folder that exists, got {str(path)!r}")
-    # of GGUF, weights are read whole in float32 only
+    # of GGUF, Transformers warns of any other precision
     model, tokenizer = load_base(base, dtype=torch.float32), load_tokenizer(base)
     model.to(torch.bfloat16)  # type: ignore[arg-type]  # Transformers wraps it out of its type
     out.mkdir(parents=True, exist_ok=True)

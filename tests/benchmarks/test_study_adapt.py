@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -34,6 +35,11 @@ from meta_attention.training.corpus import Corpus
 from meta_attention.training.tokenizer import build_tokenizer
 
 TINY = SCALES["tiny"]
+TIMES = [
+    {"phase": "prefill", "cache": "dynamic", "base_ms": 4.0, "adapted_ms": 2.0},
+    {"phase": "decode", "cache": "dynamic", "base_ms": 3.0, "adapted_ms": 6.0},
+    {"phase": "decode", "cache": "static", "base_ms": 8.0, "adapted_ms": 2.0},
+]
 WORDS = "The keeper counted the ships twice. Once for the ledger, once for luck. Then it rained. "
 
 
@@ -282,6 +288,29 @@ def test_a_study_that_was_cut_off_goes_on(cache, tmp_path, capsys):
     assert record["steps"] == 3
 
 
+@pytest.mark.skipif(find_spec("peft") is not None, reason="PEFT is installed")
+def test_what_needs_peft_is_left_out_without_it(cache, tmp_path, capsys):
+    steps = ("--set", "steps=1", "warmup=0")
+    assert run("train", cache, tmp_path, "--variants", "token-lora-0.2", "token-0.1", *steps) == 1
+    shown = capsys.readouterr().out
+    assert "token-lora-0.2 left out" in shown
+    assert "token-0.1: attention" in shown
+
+
+def test_a_static_choice_is_trained_with_the_same_lora(cache, runs, monkeypatch):
+    pytest.importorskip("peft")
+    monkeypatch.setitem(TRAININGS["static-lora-0.2"], "static_cost", 0.5)
+    assert run("train", cache, runs, "--variants", "static-lora-0.2") == 0
+    (variant,) = (v for v in find_variants(runs, TINY, 2) if v.family == "static + LoRA")
+    assert sorted(variant.layers) == ["full", "local"]
+    measure_missing(cache, None, runs, TINY, [variant])
+    trained, plain = result_of(runs, "static-lora-0.2"), result_of(runs, "static-1")
+    assert last(trained)["attention_share"] == last(plain)["attention_share"]
+    assert last(trained)["adapted_loss"] != last(plain)["adapted_loss"]
+    # the base is without it
+    assert last(trained)["base_loss"] == pytest.approx(last(plain)["base_loss"], abs=1e-5)
+
+
 def test_times_of_a_variant_are_ratios_to_its_base(cache, runs, monkeypatch):
     clock = Clock(torch.device("cpu"), budget_ms=1.0, min_runs=1, max_runs=1)
     left = study_adapt_measure.time_variants(cache, None, runs, TINY, ["token-0.2"], clock=clock)
@@ -292,6 +321,10 @@ def test_times_of_a_variant_are_ratios_to_its_base(cache, runs, monkeypatch):
         ("decode", "dynamic"),
         ("decode", "static"),
     }
+    row = {"length": 8, "times": [t | {"length": 8} for t in TIMES]}
+    assert study_adapt_report.speedup_of(row, "prefill") == 2.0
+    assert study_adapt_report.speedup_of(row, "decode") == 1.5
+    assert study_adapt_report.speedup_of({"length": 9, "times": row["times"]}, "decode") is None
     with pytest.raises(ConfigError, match="only stands in for routes"):
         study_adapt_measure.time_variants(cache, None, runs, TINY, ["token-0.2-random"])
 
@@ -306,7 +339,7 @@ def test_a_report_has_every_variant_and_figures(runs, capsys):
     assert {"token-0.2", "kv-head-0.2", "token-0.2-moved-0.4"} == set(compared) - {
         "kv-head-0.2-moved-0.4"
     }
-    assert {"static", "window", "random", "soft cut", "every"} == set(compared["token-0.2"])
+    assert {"static", "window", "random", "soft cut", "every"} <= set(compared["token-0.2"])
     table = (runs / "adapt.md").read_text()
     assert all(f"| {name} |" in table for name in names)
     for name in ("adapt_frontier", "adapt_passage_token-0.2", "adapt_passage_kv-head-0.2"):

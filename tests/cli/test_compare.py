@@ -130,6 +130,15 @@ def test_what_cannot_be_compared_is_one_sentence(flags, error, message, run, ada
     assert "\n" not in str(result.exception)
 
 
+def test_an_encoder_is_refused_in_one_sentence(run, base, tmp_path, monkeypatch):
+    folder = save_adapter(adapt(build_base("bert"), window_size=8), tmp_path, base=str(base))
+    # as packaged encoders are loaded
+    monkeypatch.setattr("meta_attention.adapt.load_base", lambda name, **_: build_base("bert"))
+    result = run("evaluate", "--adapter", folder, "--text", "ab")
+    assert isinstance(result.exception, ConfigError)
+    assert "bidirectional" in str(result.exception)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_one_sentence(run, adapter):
     result = run("evaluate", "--adapter", adapter, "--text", "ab", "--device", "cuda")

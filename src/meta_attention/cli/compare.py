@@ -35,7 +35,7 @@ def load_adapted(
     import torch
     from transformers.utils import logging
 
-    from meta_attention.adapt import load_adapter, load_base, load_tokenizer, read_card
+    from meta_attention.adapt import load_adapter, load_base, load_tokenizer, read_card, routers_of
 
     name = base or read_card(adapter)["base"]["name"]
     if not name:
@@ -54,6 +54,10 @@ def load_adapted(
             + " ".join(str(error).split())
         ) from error
     load_adapter(model, adapter)
+    if not routers_of(model)[0].adaptation.config.causal:
+        raise ConfigError(
+            f"{adapter} is of a bidirectional model, which predicts no next token; use it in Python"
+        )
     place = torch.device("cuda" if device != "cpu" and has_gpu else "cpu")
     model.to(place)  # type: ignore[arg-type]  # Transformers wraps it out of its type
     return model.eval(), tokenizer
@@ -176,18 +180,20 @@ def print_comparison(console: "Console", result: dict[str, Any]) -> None:
     console.print(table)
     if result["facts"]:
         columns = ["asked for", "tokens", "base", "adapted", "log-probability", "adapted by depth"]
-        table = _table("Answers that are right, and their log-probability in nats", columns)
+        first = next(iter(result["facts"].values()))[0]["adapted"]
+        title = f"Answers that are right in percent, by depth: {', '.join(first['by_depth'])}"
+        table = _table(title + "; their log-probability in nats", columns)
         for name, rows in result["facts"].items():
             for row in rows:
                 a, b = row["base"], row["adapted"]
-                depths = [f"{d}: {x['accuracy']:.0%}" for d, x in b["by_depth"].items()]
+                depths = [f"{100 * x['accuracy']:.0f}" for x in b["by_depth"].values()]
                 table.add_row(
                     name,
                     str(row["length"]),
-                    f"{a['accuracy']:.0%}",
-                    f"{b['accuracy']:.0%}",
+                    f"{100 * a['accuracy']:.0f}",
+                    f"{100 * b['accuracy']:.0f}",
                     f"{a['log_probability']:.2f} -> {b['log_probability']:.2f}",
-                    ", ".join(depths),
+                    " ".join(depths),
                 )
         console.print(table)
     if result["times"]:
