@@ -296,8 +296,9 @@ def test_on_a_gpu_in_bf16_routers_learn(
     before = weights_of(model)
     given = settings(
         precision="bf16",
-        steps=60,
+        steps=40,
         lr=0.03,
+        kl_weight=HEAVY,
         route_gradient=route_gradient,
         gradient_checkpointing=gradient_checkpointing,
     )
