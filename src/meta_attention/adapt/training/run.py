@@ -90,7 +90,8 @@ def train_router(
         out: Folder of the run, and of the adapter.
         blocks: Text to train and to evaluate on, where it is not to be read as the settings say.
         routes: Routes of all tokens by layer, as ``routed_as`` takes them: these in place of the
-            routers', which do not learn. What does is LoRA.
+            routers', which do not learn. What does is LoRA. The model stays routed by them; its
+            adapter does not keep them.
         resume: Go on from the newest complete checkpoint in ``out``.
         callbacks: For Trainer, such as a progress bar.
         say: Called with a line about what a resumed run goes on from.
