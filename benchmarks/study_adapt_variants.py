@@ -57,6 +57,8 @@ class Scale:
     """For each of five depths, length and kind."""
     several: int = 6
     """Facts of which one is asked for."""
+    sequences: int = 48
+    """That variants are measured on, at most."""
     sensitivity_sequences: int = 8
     calibration_sequences: int = 4
     """Sequences that thresholds are set on."""
@@ -75,6 +77,20 @@ class Scale:
 
 SCALES = {
     "full": Scale(),
+    # the real model on a CPU, in an hour: to see that all is well, not to compare
+    "small": Scale(
+        lengths=(512, 1024),
+        static_counts=(3, 6),
+        every=(3,),
+        costs=(0.6,),
+        questions=1,
+        sequences=2,
+        sensitivity_sequences=1,
+        calibration_sequences=1,
+        tokens_at_once=1024,
+        decode_batch=2,
+        training={"steps": 4, "batch_size": 1, "log_every": 1},
+    ),
     # seconds on a CPU: for tests
     "tiny": Scale(
         window_size=8,

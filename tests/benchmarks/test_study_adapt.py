@@ -52,13 +52,14 @@ def cache(tmp_path_factory):
         base
     )
     tokenizer.save_pretrained(base)
-    for name in ("train_a", "train_b", "test"):
+    for name in ("train_a", "train_b", "valid", "test"):
         (folder / f"{name}.txt").write_text(f"{name}. " + WORDS * 30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study_adapt_data, "PART_BYTES", 20_000)
         arguments = ["--base", base, "--out", folder / "cache", "--length", 320]
         arguments += ["--train", folder / "train_a.txt", folder / "train_b.txt"]
-        arguments += ["--test", folder / "test.txt", "--train-tokens", 3000]
+        arguments += ["--valid", folder / "valid.txt", "--test", folder / "test.txt"]
+        arguments += ["--train-tokens", 3000]
         arguments += ["--sequences", 3, "--valid-sequences", 2]
         assert study_adapt.main(["prepare", *map(str, arguments)]) == 0
     return AdaptCache.open(folder / "cache")
@@ -99,9 +100,11 @@ def test_a_cache_holds_base_and_text_in_small_parts(cache):
     assert cache.sequences("test").shape == (3, 320)
     assert cache.sequences("valid").shape == (2, 320)
     assert len(cache.tokens("train")) == 3000
-    # no held-out sequence is another one
-    rows = torch.cat([cache.sequences("test"), cache.sequences("valid")])
-    assert len({tuple(row.tolist()) for row in rows}) == 5
+    # choices are made by other documents than variants are measured on
+    tokenizer = build_tokenizer("bytes", Corpus("none", [""]))
+    for split in ("valid", "test"):
+        assert tokenizer.decode(cache.sequences(split)[0]).startswith(f"{split}. The keeper")
+    assert cache.manifest["sources"]["test"][0].endswith("/test.txt")
 
 
 def test_sources_of_training_take_turns(cache):
@@ -399,7 +402,8 @@ def test_mistakes_are_one_sentence(cache, runs, tmp_path, capsys):
         "train", *tiny, "--variants", "static-lora-0.2"
     )
     assert "must have the variant full" in error_of("report", "--runs", tmp_path)
-    missing = ("--train", tmp_path / "no", "--test", tmp_path / "no", "--out", tmp_path)
+    missing = [x for name in ("train", "valid", "test") for x in (f"--{name}", tmp_path / "no")]
+    missing += ["--out", tmp_path]
     assert "that exists" in error_of("prepare", *missing)
     other = ("--cache", cache.folder, "--out", runs, "--scale", "tiny", "--chat")
     assert "must agree in their is_chat" in error_of("measure", *other)
