@@ -33,6 +33,8 @@ FAMILIES = {
     "every": "every third or sixth layer full, nothing trained",
     "window": "a window everywhere, nothing trained",
 }
+# families between a window everywhere and full attention everywhere
+WITH_ENDS = ("random", "soft cut", "static", "every")
 OURS = ("ours", "ours + LoRA", "ours, moved")
 
 
@@ -126,20 +128,22 @@ def figures_of(
 def compare_at_cost(row: Row, rows: Sequence[Row]) -> Row:
     """A routed variant against every other family at its cost.
 
-    A family of several points is read between the two next to the cost, on a straight line; beyond
-    its points, none is said, but for a point that costs no more: it would have to be worse.
+    A family of several points is read between the two next to the cost, on a straight line. Where
+    it can have no token or every token on full attention, its ends are the window and the base. A
+    variant with random routes of its own is compared with these.
     """
+    ends = [point_of(r) for r in rows if r["name"] in ("window", "full")]
     found: dict[str, Any] = {}
     for family in FAMILIES:
-        # the window without sinks is another one: a line between both means nothing
-        points = sorted(
-            (r["attention_share"], r["loss_increase"])
-            for r in rows
-            if r["family"] == family and r["name"] != "window-no-sinks"
-        )
-        if family in OURS or family == "base" or not points:
+        own = [r for r in rows if r["family"] == family and r["name"] != "window-no-sinks"]
+        if family in OURS or family == "base" or not own:
             continue
-        other = loss_at(points, row["attention_share"])
+        like = [r for r in own if r["name"] == f"{row['name']}-random"]
+        if like:
+            other: float | None = like[0]["loss_increase"]
+        else:
+            points = [point_of(r) for r in own] + (ends if family in WITH_ENDS else [])
+            other = loss_at(sorted(points), row["attention_share"])
         found[family] = None if other is None else other - row["loss_increase"]
     return {
         "name": row["name"],
@@ -147,6 +151,10 @@ def compare_at_cost(row: Row, rows: Sequence[Row]) -> Row:
         "loss_increase": row["loss_increase"],
         "better_by": found,
     }
+
+
+def point_of(row: Row) -> tuple[float, float]:
+    return row["attention_share"], row["loss_increase"]
 
 
 def loss_at(points: Sequence[tuple[float, float]], cost: float) -> float | None:
@@ -206,8 +214,9 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         "decode in batches, both with the kind of cache that suits them best. Targets: at most "
         f"{MOST_ATTENTION:.0%} of the attention, at most {MOST_LOSS} nats, at least "
         f"{LEAST_RETRIEVAL:.0%} of the base's answers. Better by: loss of the family at the same "
-        "cost, between its points on a straight line, minus ours; - where it has no point at this "
-        "cost or below. " + shown + ".",
+        "cost, between its points on a straight line (the window and the base are ends of "
+        f"{', '.join(WITH_ENDS)}), minus ours; - where it has no point at this cost or below. "
+        f"{shown}.",
         "",
     ]
     return "\n".join(lines)

@@ -362,6 +362,19 @@ def test_losses_are_compared_at_equal_cost():
     assert study_adapt_report.loss_at([(0.2, 0.3)], 0.2) == 0.3
 
 
+def test_families_reach_from_the_window_to_the_base():
+    def row(name, family, share, loss):
+        return {"name": name, "family": family, "attention_share": share, "loss_increase": loss}
+
+    ours = row("a", "ours", 0.3, 0.02)
+    rows = [row("full", "base", 1.0, 0.0), row("window", "window", 0.1, 0.2), ours]
+    rows += [row("window-no-sinks", "window", 0.09, 0.9), row("static-3", "static", 0.5, 0.06)]
+    rows += [row("a-random", "random", 0.31, 0.3), row("b-random", "random", 0.3, 0.4)]
+    better = study_adapt_report.compare_at_cost(ours, rows)["better_by"]
+    # half way between the window and three layers; random routes of its own shares
+    assert better == pytest.approx({"static": 0.13 - 0.02, "random": 0.28, "window": 0.18})
+
+
 @pytest.mark.parametrize(
     ("share", "loss", "accuracy", "meets"),
     [
