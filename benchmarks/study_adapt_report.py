@@ -21,9 +21,15 @@ MOST_ATTENTION, MOST_LOSS, LEAST_RETRIEVAL = 0.30, 0.02, 0.95
 # the order of tables, and what each family is
 FAMILIES = {
     "base": "full attention everywhere",
-    "ours": "routes of a trained router",
-    "ours + LoRA": "routes of a trained router, its base with LoRA",
-    "ours, moved": "the same router, its threshold moved to another cost",
+    **{
+        f"ours, {kind}{suffix}": f"a route for every {kind} by a trained router{what}"
+        for suffix, what in (
+            ("", ""),
+            (" + LoRA", ", its base with LoRA"),
+            (", moved", ", its threshold moved to another cost"),
+        )
+        for kind in ("token", "key-value head")
+    },
     "prior-free": "a router trained without a prior",
     "prior-free + LoRA": "a router trained without a prior, its base with LoRA",
     "random": "random routes with the shares of a trained router, layer by layer",
@@ -35,7 +41,9 @@ FAMILIES = {
 }
 # families between a window everywhere and full attention everywhere
 WITH_ENDS = ("random", "soft cut", "static", "every")
-OURS = ("ours", "ours + LoRA", "ours, moved")
+OURS = tuple(name for name in FAMILIES if name.startswith("ours"))
+# points of these do not lie on one line
+SCATTERED = ("random", "window")
 
 
 def report(runs: Path, *, is_quiet: bool = False) -> dict[str, Any]:
@@ -253,7 +261,8 @@ def draw_figures(rows: Sequence[Row], runs: Path) -> list[Path]:
     drawn = [draw_frontier(rows, runs / "adapt_frontier.png")]
     for row in rows:
         passage = runs / VARIANTS / row["name"] / PASSAGE
-        if row["family"] in ("ours", "ours + LoRA") and passage.is_file():
+        is_own = row["family"] in OURS and not row["family"].endswith("moved")
+        if is_own and passage.is_file():
             path = runs / f"adapt_passage_{row['name']}.png"
             drawn.append(draw_passage(json.loads(passage.read_text()), row["name"], path))
     return drawn
@@ -271,7 +280,8 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> Path:
         is_ours = family in OURS
         style = {"color": f"C{index % 10}", "alpha": 0.9, "label": family}
         style |= {"marker": "o" if is_ours else "s", "lw": 1.6 if is_ours else 0.8}
-        if family == "window" or len(own) == 1:
+        style["ls"] = "-" if index < 10 else "--"
+        if family in SCATTERED:
             style["lw"] = 0.0
         costs = [row["attention_share"] for row in own]
         left.plot(costs, [row["loss_increase"] for row in own], **style)
@@ -314,7 +324,7 @@ def draw_passage(passage: Mapping[str, Any], name: str, path: Path) -> Path:
     axis.set_xticks(range(len(tokens)), shown, rotation=90, fontsize=6)
     axis.set_yticks(range(len(layers)), layers, fontsize=6)
     axis.set_ylabel("layer")
-    axis.set_title(f"{name}: tokens on full attention (share of heads), the end of a text", size=9)
+    axis.set_title(f"{name}: on full attention", size=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path

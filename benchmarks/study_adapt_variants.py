@@ -133,7 +133,7 @@ class Variant:
 
     name: str
     family: str
-    """What it is compared as: ``ours``, ``static``, ``window``, ``random``, ``threshold``, ..."""
+    """What it is compared as; those of ``study_adapt_report.FAMILIES``."""
     adapter: str | None = None
     """Name of the trained adapter it has."""
     layers: tuple[str, ...] | None = None
@@ -183,14 +183,15 @@ def derived_variants(scale: Scale, name: str) -> list[Variant]:
     if "static_cost" in training:
         # its routes are saved beside it
         return [Variant(name, "static + LoRA", adapter=name)]
-    family = "prior-free" if training.get("controller") == "prior_free" else "ours"
-    family += " + LoRA" if training.get("lora_rank") else ""
-    found = [Variant(name, family, adapter=name)]
-    if family == "ours":
+    kind = "key-value head" if training.get("route_granularity") == "kv_head" else "token"
+    family = "prior-free" if training.get("controller") == "prior_free" else f"ours, {kind}"
+    lora = " + LoRA" if training.get("lora_rank") else ""
+    found = [Variant(name, family + lora, adapter=name)]
+    if family != "prior-free" and not lora:
         found.append(Variant(f"{name}-random", "random", adapter=name, random=True))
         if training.get("target_cost") == MOVED_FROM:
             found += [
-                Variant(f"{name}-moved-{cost:g}", "ours, moved", adapter=name, cost=cost)
+                Variant(f"{name}-moved-{cost:g}", f"{family}, moved", adapter=name, cost=cost)
                 for cost in scale.costs
             ]
     return found

@@ -164,8 +164,12 @@ def test_every_training_is_one_of_a_router(cache):
         assert settings.adapt_config(320).experts == ("full", "local")
         families = {v.family for v in derived_variants(SCALES["full"], name)}
         assert families <= set(study_adapt_report.FAMILIES)
-    moved = [v for v in derived_variants(SCALES["full"], "token-0.2") if v.cost is not None]
+    own, random, *moved = derived_variants(SCALES["full"], "kv-head-0.2")
+    assert (own.family, random.family) == ("ours, key-value head", "random")
     assert [v.cost for v in moved] == list(SCALES["full"].costs)
+    assert [v.name for v in derived_variants(SCALES["full"], "token-lora-0.2")] == [
+        "token-lora-0.2"
+    ]
 
 
 def make_routed(cache, tmp_path):
@@ -366,7 +370,7 @@ def test_families_reach_from_the_window_to_the_base():
     def row(name, family, share, loss):
         return {"name": name, "family": family, "attention_share": share, "loss_increase": loss}
 
-    ours = row("a", "ours", 0.3, 0.02)
+    ours = row("a", "ours, token", 0.3, 0.02)
     rows = [row("full", "base", 1.0, 0.0), row("window", "window", 0.1, 0.2), ours]
     rows += [row("window-no-sinks", "window", 0.09, 0.9), row("static-3", "static", 0.5, 0.06)]
     rows += [row("a-random", "random", 0.31, 0.3), row("b-random", "random", 0.3, 0.4)]
