@@ -38,7 +38,7 @@ def run(tmp_path):
         short |= {"batch_size": 2, "max_bytes": 4000, "lora_rank": 2, "target_cost": 0.6}
         settings = RouterSettings.of(short | {"log_every": 1, "lora_lr": 0.05} | given)
         record = train_router(base, tokenizer, settings, tmp_path / "a", routes=routes)
-        return base, record, tmp_path / "a"
+        return base.cpu(), record, tmp_path / "a"
 
     return train
 

@@ -89,7 +89,10 @@ def adapt(
     grad_accum: Annotated[
         int | None, _flag("parts a batch is computed in, to save memory", min=1)
     ] = None,
-    lr: Annotated[float | None, _flag("highest learning rate of the routers")] = None,
+    lr: Annotated[
+        float | None,
+        _flag("highest learning rate of the routers; default: by width, at most 0.003"),
+    ] = None,
     warmup: Annotated[int | None, _flag("steps until it is reached", min=0)] = None,
     weight_decay: Annotated[float | None, _flag("weight decay of AdamW", min=0.0)] = None,
     seed: Annotated[
@@ -179,7 +182,9 @@ def adapt(
         if progress is not None:
             progress.close()
     if as_json:
-        print(json.dumps({"out": str(folder)} | record, indent=2))
+        # a sample of the base's weights is for resuming, not for reading
+        shown = {name: value for name, value in record.items() if name != "base_weights"}
+        print(json.dumps({"out": str(folder)} | shown, indent=2))
     else:
         _print_result(folder, record)
 

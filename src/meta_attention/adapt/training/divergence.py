@@ -75,8 +75,8 @@ class Predictor:
             expected = model(input_ids=ids, use_cache=False).logits.float()
             found = self.logits(self.run(model, ids))
         model.train(was_training)
-        # rounded once more or once less
-        error = 8 * torch.finfo(model.dtype).eps * expected.abs().max()
+        # rounded once more or once less, also where float32 is multiplied in less
+        error = max(1e-3, 8 * torch.finfo(model.dtype).eps) * expected.abs().max()
         return bool(((found - expected).abs() <= error).all())
 
 

@@ -107,8 +107,7 @@ def train_router(
     _check(model, settings, routes)
     shape = family_of(model.config).shape(model.config)
     length = _length(shape.max_position_embeddings, settings)
-    if settings.lr is None:
-        settings = replace(settings, lr=1.0 / shape.hidden_size)
+    settings = replace(settings, lr=settings.lr_for(shape.hidden_size))
     args = training_arguments(settings, out)
     if args.world_size > 1:
         raise ConfigError("a router is trained in one process on one device; leave out torchrun")

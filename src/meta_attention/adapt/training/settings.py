@@ -16,6 +16,8 @@ LossName = Literal["distill", "lm", "both"]
 DEFAULT_LENGTH = 8192
 # the base has the capability, so pressing may start early
 KL_WEIGHT = Schedule(0.0, 0.02, 0.1, 0.4)
+# with less, 300 steps are few to leave full attention
+MAX_LR = 3e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +62,8 @@ class RouterSettings(RunSettings):
     steps: int = 300
     batch_size: int = 4
     lr: float | None = None  # type: ignore[assignment]
-    """Of routers; None: 1 / width of the base. Adam moves every weight of a controller by as much
-    in a step, so what it makes of a token moves with the width."""
+    """Of routers; None: 0.003, or 2 / width of the base where that is less. Adam moves every weight
+    of a controller by as much in a step, so what it makes of a token moves with the width."""
     warmup: int = 10
     weight_decay: float = 0.01
     eval_every: int = 100
@@ -107,6 +109,10 @@ class RouterSettings(RunSettings):
                 given["cost_weight"] = kl_weight
             given["kl_weight"] = NO_WEIGHT
         return cls(**given)
+
+    def lr_for(self, width: int) -> float:
+        """The learning rate, where none was given one that fits the width of the base."""
+        return min(MAX_LR, 2.0 / width) if self.lr is None else self.lr
 
     def adapt_config(self, length: int) -> AdaptConfig:
         """How the base is routed; costs are counted at the training length."""
