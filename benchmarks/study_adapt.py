@@ -48,6 +48,7 @@ from study_adapt_variants import (
 )
 from study_jobs import StopAt, TimeIsOver, run_command, say
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from meta_attention import adapt
 from meta_attention.adapt import load_tokenizer, routers_of
@@ -329,6 +330,7 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    logging.disable_progress_bar()
     return run_command(build_parser(), arguments)
 
 

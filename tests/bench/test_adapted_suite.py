@@ -64,3 +64,11 @@ def test_phases_may_be_left_out_and_mistakes_are_one_sentence():
         time_adapted(model, text, [64], caches=["paged"], clock=clock())
     with pytest.raises(ConfigError, match="lengths must be above 8"):
         time_adapted(model, text, [8], clock=clock())
+
+
+@pytest.mark.gpu
+def test_both_run_in_half_precision_on_a_gpu():
+    model = make_model().to("cuda", torch.bfloat16)
+    rows = time_adapted(model, draw_tokens(2, 64), [64], decode_batch=4)
+    assert len(rows) == 3
+    assert all(row["base_ms"] > 0.0 < row["adapted_ms"] for row in rows)
