@@ -275,7 +275,14 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("train", help="adapters, one after the other")
     _add_options(command)
-    command.add_argument("--variants", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
+    command.add_argument(
+        "--variants",
+        nargs="+",
+        choices=list(TRAININGS),
+        default=list(TRAININGS),
+        metavar="NAME",
+        help=f"of {', '.join(TRAININGS)}  [default: all]",
+    )
     command.add_argument(
         "--set",
         nargs="+",
@@ -314,7 +321,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cache", type=Path, required=True, help="folder of prepare")
-    command.add_argument("--base", type=Path, help="folder of the base  [default: the cache's]")
+    command.add_argument(
+        "--base", type=Path, help="folder of the base, also in parts  [default: the cache's]"
+    )
     command.add_argument("--out", type=Path, required=True, help="folder of the runs")
     command.add_argument("--scale", choices=list(SCALES), default="full")
     command.add_argument(

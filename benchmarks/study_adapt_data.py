@@ -189,12 +189,11 @@ def write_base(
 
 
 def open_base(cache: AdaptCache, given: Path | None = None) -> Path:
-    """Folder of the base: the one given, or the cache's, with its weights put together."""
-    if given is not None:
-        return given
-    folder, weights = cache.folder / "base", cache.manifest["weights"]
+    """Folder of the base, the cache's or one given, with its weights put together."""
+    folder, weights = given or cache.folder / "base", cache.manifest["weights"]
     path = folder / WEIGHTS
-    if path.is_file() and path.stat().st_size == weights["bytes"]:
+    is_whole = path.is_file() and path.stat().st_size == weights["bytes"]
+    if is_whole or (given is not None and not any(folder.glob(f"{WEIGHTS}.part*"))):
         return folder
     try:
         data = b"".join((folder / name).read_bytes() for name in weights["parts"])

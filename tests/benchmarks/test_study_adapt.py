@@ -131,6 +131,13 @@ def test_the_base_is_put_together_and_checked(cache, tmp_path):
     with pytest.raises(DataError, match="a part of the base is missing"):
         open_base(copy)
     part.write_bytes(data)
+    # a base may lie elsewhere, in parts or as others have saved it
+    moved = shutil.copytree(folder / "base", tmp_path / "moved")
+    assert open_base(copy, moved) == moved
+    assert (moved / "model.safetensors").is_file()
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    assert open_base(copy, saved) == saved
     model = load_variant(copy, None, tmp_path, TINY, None)
     expected = build_base("llama", vocab_size=258, max_position_embeddings=512)
     ids = cache.sequences("test")[:1, :40]
