@@ -6,7 +6,7 @@ variant is a folder with ``config.json`` and ``result.json``; what is there is n
 
     # where the base and the corpora are: a folder to carry to a GPU
     python benchmarks/study_adapt.py prepare --base smollm2-135m-instruct --train books/train* \\
-        wiki/train* --test books/test.jsonl.xz books/valid.jsonl.xz --out cache
+        wiki/train* --valid books/valid.jsonl.xz --test books/test.jsonl.xz --out cache
 
     # on the GPU, each for at most nine minutes; again until nothing is missing
     python benchmarks/study_adapt.py baselines --cache cache --out runs/adapt --time-limit 540
@@ -48,6 +48,7 @@ from study_adapt_variants import (
 )
 from study_jobs import StopAt, TimeIsOver, run_command, say
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from meta_attention import adapt
 from meta_attention.adapt import load_tokenizer, routers_of
@@ -139,6 +140,7 @@ def run_prepare(args: argparse.Namespace) -> int:
     prepare(
         args.base,
         args.train,
+        args.valid,
         args.test,
         args.out,
         train_tokens=args.train_tokens,
@@ -258,19 +260,29 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("prepare", help="a base and text as its tokens, to be carried")
     command.add_argument("--base", default="smollm2-135m-instruct", help="name or folder")
     command.add_argument("--train", type=Path, nargs="+", required=True, help="files or folders")
-    command.add_argument("--test", type=Path, nargs="+", required=True, help="held-out text")
+    command.add_argument(
+        "--valid", type=Path, nargs="+", required=True, help="text that choices are made by"
+    )
+    command.add_argument(
+        "--test", type=Path, nargs="+", required=True, help="text that variants are measured on"
+    )
     command.add_argument("--out", type=Path, required=True)
     command.add_argument("--train-tokens", type=int, default=7_000_000)
     command.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
-    command.add_argument("--sequences", type=int, default=48, help="that variants are measured on")
-    command.add_argument(
-        "--valid-sequences", type=int, default=8, help="others, to choose layers and thresholds by"
-    )
+    command.add_argument("--sequences", type=int, default=48, help="of --test")
+    command.add_argument("--valid-sequences", type=int, default=8, help="of --valid")
     command.set_defaults(call=run_prepare)
 
     command = commands.add_parser("train", help="adapters, one after the other")
     _add_options(command)
-    command.add_argument("--variants", nargs="+", choices=list(TRAININGS), default=list(TRAININGS))
+    command.add_argument(
+        "--variants",
+        nargs="+",
+        choices=list(TRAININGS),
+        default=list(TRAININGS),
+        metavar="NAME",
+        help=f"of {', '.join(TRAININGS)}  [default: all]",
+    )
     command.add_argument(
         "--set",
         nargs="+",
@@ -309,7 +321,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cache", type=Path, required=True, help="folder of prepare")
-    command.add_argument("--base", type=Path, help="folder of the base  [default: the cache's]")
+    command.add_argument(
+        "--base", type=Path, help="folder of the base, also in parts  [default: the cache's]"
+    )
     command.add_argument("--out", type=Path, required=True, help="folder of the runs")
     command.add_argument("--scale", choices=list(SCALES), default="full")
     command.add_argument(
@@ -325,6 +339,7 @@ def _add_chat(command: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    logging.disable_progress_bar()
     return run_command(build_parser(), arguments)
 
 

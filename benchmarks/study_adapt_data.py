@@ -52,7 +52,8 @@ class AdaptCache:
         if not path.is_file():
             raise DataError(
                 f"a cache must have a {MANIFEST}, but {folder} has none; make it with: python "
-                f"benchmarks/study_adapt.py prepare --train FILE... --test FILE... --out {folder}"
+                "benchmarks/study_adapt.py prepare --train FILE... --valid FILE... --test FILE... "
+                f"--out {folder}"
             )
         return cls(folder, json.loads(path.read_text()))
 
@@ -85,7 +86,7 @@ class AdaptCache:
             return PackedDataset(ids, begins, own, sizes, length)
 
         names = ", ".join(self.manifest["sources"]["train"])
-        valid = ", ".join(self.manifest["sources"]["test"])
+        valid = ", ".join(self.manifest["sources"]["valid"])
         rows = self.manifest["tokens"]
         return Blocks(
             tokenizer,
@@ -99,6 +100,7 @@ class AdaptCache:
 def prepare(
     base: str,
     train: Sequence[Path],
+    valid: Sequence[Path],
     test: Sequence[Path],
     out: Path,
     *,
@@ -112,14 +114,15 @@ def prepare(
     Args:
         base: Name or folder of the base model.
         train: Files or folders of text to train on; each gives an equal part.
-        test: Of text that no training sees.
+        valid: Of other text: layers, thresholds and the best step of a training are chosen by it.
+        test: Of text that nothing is chosen by, of other documents again.
         out: Where the cache goes.
         train_tokens: Tokens of training, all sources together.
         length: Tokens of a held-out sequence.
         num_test: Sequences that variants are measured on.
-        num_valid: Others, that trainings are evaluated on and thresholds are set on.
+        num_valid: Sequences of the other.
     """
-    for path in (*train, *test):
+    for path in (*train, *valid, *test):
         if not path.exists():
             raise DataError(f"a source must be a file or a folder that exists, got {str(path)!r}")
     # of GGUF, Transformers warns of any other precision
@@ -137,17 +140,14 @@ def prepare(
     rows["train"] = _write_train(
         tokenizer, documents, out / "train.bin", train_tokens, np.dtype(dtype)
     )
-    held_out = read_corpus([str(path) for path in test]).documents
-    sequences = cut_sequences(
-        model, tokenizer, held_out, length=length, count=num_test + num_valid
-    ).numpy()
-    if len(sequences) < num_test + num_valid:
-        raise DataError(
-            f"the held-out text must fill {num_test + num_valid} sequences of {length} tokens, got "
-            f"{len(sequences)}; add text, or lower --sequences or --length"
-        )
-    parts = {"test": sequences[:num_test], "valid": sequences[num_test:]}
-    for split, ids in parts.items():
+    for split, paths, count in (("valid", valid, num_valid), ("test", test, num_test)):
+        text = read_corpus([str(path) for path in paths]).documents
+        ids = cut_sequences(model, tokenizer, text, length=length, count=count).numpy()
+        if len(ids) < count:
+            raise DataError(
+                f"text to hold out for {split} must fill {count} sequences of {length} tokens, got "
+                f"{len(ids)}; add text, or lower the number of sequences or --length"
+            )
         ids.astype(dtype).tofile(out / f"{split}.bin")
         rows[split] = {"file": f"{split}.bin", "sequences": len(ids), "tokens": ids.size}
     for row in rows.values():
@@ -157,7 +157,10 @@ def prepare(
         "length": length,
         "vocab_size": len(tokenizer),
         "weights": weights,
-        "sources": {"train": [p.name for p in train], "test": [p.name for p in test]},
+        "sources": {
+            split: [f"{path.resolve().parent.name}/{path.name}" for path in paths]
+            for split, paths in (("train", train), ("valid", valid), ("test", test))
+        },
         "tokens": rows,
     }
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
@@ -186,12 +189,11 @@ def write_base(
 
 
 def open_base(cache: AdaptCache, given: Path | None = None) -> Path:
-    """Folder of the base: the one given, or the cache's, with its weights put together."""
-    if given is not None:
-        return given
-    folder, weights = cache.folder / "base", cache.manifest["weights"]
+    """Folder of the base, the cache's or one given, with its weights put together."""
+    folder, weights = given or cache.folder / "base", cache.manifest["weights"]
     path = folder / WEIGHTS
-    if path.is_file() and path.stat().st_size == weights["bytes"]:
+    is_whole = path.is_file() and path.stat().st_size == weights["bytes"]
+    if is_whole or (given is not None and not any(folder.glob(f"{WEIGHTS}.part*"))):
         return folder
     try:
         data = b"".join((folder / name).read_bytes() for name in weights["parts"])

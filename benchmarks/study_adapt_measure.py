@@ -119,7 +119,7 @@ def measure_variant(
 ) -> dict[str, Any]:
     """Losses, counted FLOPs, answers, and who gets full attention."""
     begin = time.time()
-    test = cache.sequences("test")[:, : scale.length]
+    test = cache.sequences("test")[: scale.sequences, : scale.length]
     threshold = None
     if variant.cost is not None:
         text = cache.sequences("valid")[: scale.calibration_sequences, : scale.length]

@@ -21,9 +21,15 @@ MOST_ATTENTION, MOST_LOSS, LEAST_RETRIEVAL = 0.30, 0.02, 0.95
 # the order of tables, and what each family is
 FAMILIES = {
     "base": "full attention everywhere",
-    "ours": "routes of a trained router",
-    "ours + LoRA": "routes of a trained router, its base with LoRA",
-    "ours, moved": "the same router, its threshold moved to another cost",
+    **{
+        f"ours, {kind}{suffix}": f"a route for every {kind} by a trained router{what}"
+        for suffix, what in (
+            ("", ""),
+            (" + LoRA", ", its base with LoRA"),
+            (", moved", ", its threshold moved to another cost"),
+        )
+        for kind in ("token", "key-value head")
+    },
     "prior-free": "a router trained without a prior",
     "prior-free + LoRA": "a router trained without a prior, its base with LoRA",
     "random": "random routes with the shares of a trained router, layer by layer",
@@ -33,7 +39,11 @@ FAMILIES = {
     "every": "every third or sixth layer full, nothing trained",
     "window": "a window everywhere, nothing trained",
 }
-OURS = ("ours", "ours + LoRA", "ours, moved")
+# families between a window everywhere and full attention everywhere
+WITH_ENDS = ("random", "soft cut", "static", "every")
+OURS = tuple(name for name in FAMILIES if name.startswith("ours"))
+# points of these do not lie on one line
+SCATTERED = ("random", "window")
 
 
 def report(runs: Path, *, is_quiet: bool = False) -> dict[str, Any]:
@@ -126,20 +136,22 @@ def figures_of(
 def compare_at_cost(row: Row, rows: Sequence[Row]) -> Row:
     """A routed variant against every other family at its cost.
 
-    A family of several points is read between the two next to the cost, on a straight line; beyond
-    its points, none is said, but for a point that costs no more: it would have to be worse.
+    A family of several points is read between the two next to the cost, on a straight line. Where
+    it can have no token or every token on full attention, its ends are the window and the base. A
+    variant with random routes of its own is compared with these.
     """
+    ends = [point_of(r) for r in rows if r["name"] in ("window", "full")]
     found: dict[str, Any] = {}
     for family in FAMILIES:
-        # the window without sinks is another one: a line between both means nothing
-        points = sorted(
-            (r["attention_share"], r["loss_increase"])
-            for r in rows
-            if r["family"] == family and r["name"] != "window-no-sinks"
-        )
-        if family in OURS or family == "base" or not points:
+        own = [r for r in rows if r["family"] == family and r["name"] != "window-no-sinks"]
+        if family in OURS or family == "base" or not own:
             continue
-        other = loss_at(points, row["attention_share"])
+        like = [r for r in own if r["name"] == f"{row['name']}-random"]
+        if like:
+            other: float | None = like[0]["loss_increase"]
+        else:
+            points = [point_of(r) for r in own] + (ends if family in WITH_ENDS else [])
+            other = loss_at(sorted(points), row["attention_share"])
         found[family] = None if other is None else other - row["loss_increase"]
     return {
         "name": row["name"],
@@ -147,6 +159,10 @@ def compare_at_cost(row: Row, rows: Sequence[Row]) -> Row:
         "loss_increase": row["loss_increase"],
         "better_by": found,
     }
+
+
+def point_of(row: Row) -> tuple[float, float]:
+    return row["attention_share"], row["loss_increase"]
 
 
 def loss_at(points: Sequence[tuple[float, float]], cost: float) -> float | None:
@@ -206,8 +222,9 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         "decode in batches, both with the kind of cache that suits them best. Targets: at most "
         f"{MOST_ATTENTION:.0%} of the attention, at most {MOST_LOSS} nats, at least "
         f"{LEAST_RETRIEVAL:.0%} of the base's answers. Better by: loss of the family at the same "
-        "cost, between its points on a straight line, minus ours; - where it has no point at this "
-        "cost or below. " + shown + ".",
+        "cost, between its points on a straight line (the window and the base are ends of "
+        f"{', '.join(WITH_ENDS)}), minus ours; - where it has no point at this cost or below. "
+        f"{shown}.",
         "",
     ]
     return "\n".join(lines)
@@ -244,7 +261,8 @@ def draw_figures(rows: Sequence[Row], runs: Path) -> list[Path]:
     drawn = [draw_frontier(rows, runs / "adapt_frontier.png")]
     for row in rows:
         passage = runs / VARIANTS / row["name"] / PASSAGE
-        if row["family"] in ("ours", "ours + LoRA") and passage.is_file():
+        is_own = row["family"] in OURS and not row["family"].endswith("moved")
+        if is_own and passage.is_file():
             path = runs / f"adapt_passage_{row['name']}.png"
             drawn.append(draw_passage(json.loads(passage.read_text()), row["name"], path))
     return drawn
@@ -262,7 +280,8 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> Path:
         is_ours = family in OURS
         style = {"color": f"C{index % 10}", "alpha": 0.9, "label": family}
         style |= {"marker": "o" if is_ours else "s", "lw": 1.6 if is_ours else 0.8}
-        if family == "window" or len(own) == 1:
+        style["ls"] = "-" if index < 10 else "--"
+        if family in SCATTERED:
             style["lw"] = 0.0
         costs = [row["attention_share"] for row in own]
         left.plot(costs, [row["loss_increase"] for row in own], **style)
@@ -305,7 +324,7 @@ def draw_passage(passage: Mapping[str, Any], name: str, path: Path) -> Path:
     axis.set_xticks(range(len(tokens)), shown, rotation=90, fontsize=6)
     axis.set_yticks(range(len(layers)), layers, fontsize=6)
     axis.set_ylabel("layer")
-    axis.set_title(f"{name}: tokens on full attention (share of heads), the end of a text", size=9)
+    axis.set_title(f"{name}: on full attention", size=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path

@@ -57,6 +57,8 @@ class Scale:
     """For each of five depths, length and kind."""
     several: int = 6
     """Facts of which one is asked for."""
+    sequences: int = 48
+    """That variants are measured on, at most."""
     sensitivity_sequences: int = 8
     calibration_sequences: int = 4
     """Sequences that thresholds are set on."""
@@ -75,6 +77,20 @@ class Scale:
 
 SCALES = {
     "full": Scale(),
+    # the real model on a CPU, in an hour: to see that all is well, not to compare
+    "small": Scale(
+        lengths=(512, 1024),
+        static_counts=(3, 6),
+        every=(3,),
+        costs=(0.6,),
+        questions=1,
+        sequences=2,
+        sensitivity_sequences=1,
+        calibration_sequences=1,
+        tokens_at_once=1024,
+        decode_batch=2,
+        training={"steps": 4, "batch_size": 1, "log_every": 1},
+    ),
     # seconds on a CPU: for tests
     "tiny": Scale(
         window_size=8,
@@ -117,7 +133,7 @@ class Variant:
 
     name: str
     family: str
-    """What it is compared as: ``ours``, ``static``, ``window``, ``random``, ``threshold``, ..."""
+    """What it is compared as; those of ``study_adapt_report.FAMILIES``."""
     adapter: str | None = None
     """Name of the trained adapter it has."""
     layers: tuple[str, ...] | None = None
@@ -167,14 +183,15 @@ def derived_variants(scale: Scale, name: str) -> list[Variant]:
     if "static_cost" in training:
         # its routes are saved beside it
         return [Variant(name, "static + LoRA", adapter=name)]
-    family = "prior-free" if training.get("controller") == "prior_free" else "ours"
-    family += " + LoRA" if training.get("lora_rank") else ""
-    found = [Variant(name, family, adapter=name)]
-    if family == "ours":
+    kind = "key-value head" if training.get("route_granularity") == "kv_head" else "token"
+    family = "prior-free" if training.get("controller") == "prior_free" else f"ours, {kind}"
+    lora = " + LoRA" if training.get("lora_rank") else ""
+    found = [Variant(name, family + lora, adapter=name)]
+    if family != "prior-free" and not lora:
         found.append(Variant(f"{name}-random", "random", adapter=name, random=True))
         if training.get("target_cost") == MOVED_FROM:
             found += [
-                Variant(f"{name}-moved-{cost:g}", "ours, moved", adapter=name, cost=cost)
+                Variant(f"{name}-moved-{cost:g}", f"{family}, moved", adapter=name, cost=cost)
                 for cost in scale.costs
             ]
     return found

@@ -11,8 +11,8 @@ from meta_attention.errors import ConfigError
 from meta_attention.testing.pretrained import build_base, draw_tokens, randomise_controllers
 
 
-def make_model(name="llama"):
-    model = adapt(build_base(name), window_size=4)
+def make_model(name="llama", **options):
+    model = adapt(build_base(name, **options), window_size=4)
     randomise_controllers(model)
     return model
 
@@ -64,3 +64,12 @@ def test_phases_may_be_left_out_and_mistakes_are_one_sentence():
         time_adapted(model, text, [64], caches=["paged"], clock=clock())
     with pytest.raises(ConfigError, match="lengths must be above 8"):
         time_adapted(model, text, [8], clock=clock())
+
+
+@pytest.mark.gpu
+def test_both_run_in_half_precision_on_a_gpu():
+    # heads as wide as kernels are made for
+    model = make_model(hidden_size=256).to("cuda", torch.bfloat16)
+    rows = time_adapted(model, draw_tokens(2, 64), [64], decode_batch=4)
+    assert len(rows) == 3
+    assert all(row["base_ms"] > 0.0 < row["adapted_ms"] for row in rows)

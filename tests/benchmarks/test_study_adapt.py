@@ -52,13 +52,14 @@ def cache(tmp_path_factory):
         base
     )
     tokenizer.save_pretrained(base)
-    for name in ("train_a", "train_b", "test"):
+    for name in ("train_a", "train_b", "valid", "test"):
         (folder / f"{name}.txt").write_text(f"{name}. " + WORDS * 30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study_adapt_data, "PART_BYTES", 20_000)
         arguments = ["--base", base, "--out", folder / "cache", "--length", 320]
         arguments += ["--train", folder / "train_a.txt", folder / "train_b.txt"]
-        arguments += ["--test", folder / "test.txt", "--train-tokens", 3000]
+        arguments += ["--valid", folder / "valid.txt", "--test", folder / "test.txt"]
+        arguments += ["--train-tokens", 3000]
         arguments += ["--sequences", 3, "--valid-sequences", 2]
         assert study_adapt.main(["prepare", *map(str, arguments)]) == 0
     return AdaptCache.open(folder / "cache")
@@ -99,9 +100,11 @@ def test_a_cache_holds_base_and_text_in_small_parts(cache):
     assert cache.sequences("test").shape == (3, 320)
     assert cache.sequences("valid").shape == (2, 320)
     assert len(cache.tokens("train")) == 3000
-    # no held-out sequence is another one
-    rows = torch.cat([cache.sequences("test"), cache.sequences("valid")])
-    assert len({tuple(row.tolist()) for row in rows}) == 5
+    # choices are made by other documents than variants are measured on
+    tokenizer = build_tokenizer("bytes", Corpus("none", [""]))
+    for split in ("valid", "test"):
+        assert tokenizer.decode(cache.sequences(split)[0]).startswith(f"{split}. The keeper")
+    assert cache.manifest["sources"]["test"][0].endswith("/test.txt")
 
 
 def test_sources_of_training_take_turns(cache):
@@ -128,6 +131,13 @@ def test_the_base_is_put_together_and_checked(cache, tmp_path):
     with pytest.raises(DataError, match="a part of the base is missing"):
         open_base(copy)
     part.write_bytes(data)
+    # a base may lie elsewhere, in parts or as others have saved it
+    moved = shutil.copytree(folder / "base", tmp_path / "moved")
+    assert open_base(copy, moved) == moved
+    assert (moved / "model.safetensors").is_file()
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    assert open_base(copy, saved) == saved
     model = load_variant(copy, None, tmp_path, TINY, None)
     expected = build_base("llama", vocab_size=258, max_position_embeddings=512)
     ids = cache.sequences("test")[:1, :40]
@@ -161,8 +171,12 @@ def test_every_training_is_one_of_a_router(cache):
         assert settings.adapt_config(320).experts == ("full", "local")
         families = {v.family for v in derived_variants(SCALES["full"], name)}
         assert families <= set(study_adapt_report.FAMILIES)
-    moved = [v for v in derived_variants(SCALES["full"], "token-0.2") if v.cost is not None]
+    own, random, *moved = derived_variants(SCALES["full"], "kv-head-0.2")
+    assert (own.family, random.family) == ("ours, key-value head", "random")
     assert [v.cost for v in moved] == list(SCALES["full"].costs)
+    assert [v.name for v in derived_variants(SCALES["full"], "token-lora-0.2")] == [
+        "token-lora-0.2"
+    ]
 
 
 def make_routed(cache, tmp_path):
@@ -359,6 +373,19 @@ def test_losses_are_compared_at_equal_cost():
     assert study_adapt_report.loss_at([(0.2, 0.3)], 0.2) == 0.3
 
 
+def test_families_reach_from_the_window_to_the_base():
+    def row(name, family, share, loss):
+        return {"name": name, "family": family, "attention_share": share, "loss_increase": loss}
+
+    ours = row("a", "ours, token", 0.3, 0.02)
+    rows = [row("full", "base", 1.0, 0.0), row("window", "window", 0.1, 0.2), ours]
+    rows += [row("window-no-sinks", "window", 0.09, 0.9), row("static-3", "static", 0.5, 0.06)]
+    rows += [row("a-random", "random", 0.31, 0.3), row("b-random", "random", 0.3, 0.4)]
+    better = study_adapt_report.compare_at_cost(ours, rows)["better_by"]
+    # half way between the window and three layers; random routes of its own shares
+    assert better == pytest.approx({"static": 0.13 - 0.02, "random": 0.28, "window": 0.18})
+
+
 @pytest.mark.parametrize(
     ("share", "loss", "accuracy", "meets"),
     [
@@ -399,7 +426,8 @@ def test_mistakes_are_one_sentence(cache, runs, tmp_path, capsys):
         "train", *tiny, "--variants", "static-lora-0.2"
     )
     assert "must have the variant full" in error_of("report", "--runs", tmp_path)
-    missing = ("--train", tmp_path / "no", "--test", tmp_path / "no", "--out", tmp_path)
+    missing = [x for name in ("train", "valid", "test") for x in (f"--{name}", tmp_path / "no")]
+    missing += ["--out", tmp_path]
     assert "that exists" in error_of("prepare", *missing)
     other = ("--cache", cache.folder, "--out", runs, "--scale", "tiny", "--chat")
     assert "must agree in their is_chat" in error_of("measure", *other)

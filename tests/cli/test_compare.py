@@ -47,18 +47,18 @@ def test_an_adapter_is_measured_as_a_checkpoint_is(run, adapter):
 def test_base_and_adapter_stand_side_by_side(run, adapter, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     flags = ["--adapter", adapter, "--compare-base", "--data", tmp_path / "text.txt"]
-    flags += ["--lengths", "600,500", "--sequences", 2, "--questions", 1, "--device", "cpu"]
+    flags += ["--lengths", "700,600", "--sequences", 2, "--questions", 1, "--device", "cpu"]
     result = run("evaluate", *flags, "--decode-batch", 2)
     assert result.exit_code == 0, result.output
-    for name in ("base", "adapted", "attention FLOPs", "512 to 599", "one of 6", "prefill"):
+    for name in ("base", "adapted", "attention FLOPs", "512 to 699", "one of 6", "prefill"):
         assert name in result.output
     # times of a CPU are not shown
     assert "no result" in result.output
     assert "base ms" not in result.output
 
-    result = run("evaluate", *flags, "--no-time", "--json")
+    result = run("evaluate", *flags, "--no-time", "--distractors", 1, "--json")
     figures = json.loads(result.stdout)
-    assert [row["length"] for row in figures["lengths"]] == [500, 600]
+    assert [row["length"] for row in figures["lengths"]] == [600, 700]
     for row in figures["lengths"]:
         assert 0.0 < row["attention_share"] < 1.0
         assert row["loss_increase"] == pytest.approx(row["adapted_loss"] - row["base_loss"])
@@ -94,6 +94,12 @@ def test_the_base_may_be_somewhere_else(run, adapter, base, tmp_path):
         (["ADAPTER", "--compare-base"], ConfigError, "--compare-base must be given with"),
         (["--adapter", "ADAPTER", "--chat"], ConfigError, "--chat must be given with --compare"),
         (["--adapter", "ADAPTER", "--lengths", "9"], ConfigError, "--lengths must be given with"),
+        (["ADAPTER", "--distractors", "1"], ConfigError, "--distractors must be given with"),
+        (
+            ["--adapter", "ADAPTER", "--compare-base", "--distractors", "90"],
+            ConfigError,
+            "with distractors at most 90",
+        ),
         (["--adapter", "ADAPTER", "--task", "recall"], ConfigError, "--task must not be given"),
         (["--adapter", "no-such", "--compare-base"], DataError, "no adapter.json"),
         (

@@ -137,3 +137,12 @@ def test_routes_of_other_layers_or_shapes_are_refused():
         count_adapted(model, routes, batch=1, length=T - 1)
     with pytest.raises(ConfigError, match="not adapted"):
         count_adapted(build_base("llama"), {}, batch=1, length=T)
+
+
+@pytest.mark.gpu
+def test_counts_on_a_gpu_are_those_of_a_cpu():
+    model = make_routed()
+    routes = executed_routes(run(model, draw_tokens(2, T)))
+    expected = count_adapted(model, routes, batch=2, length=T)
+    there = {index: weights.cuda() for index, weights in routes.items()}
+    assert count_adapted(model.cuda(), there, batch=2, length=T) == expected

@@ -141,16 +141,10 @@ def test_lengths_beyond_the_text_or_the_model_are_refused(lengths):
 def test_both_are_asked_the_same(tokenizer):
     base, routed = make_pair(vocab_size=len(tokenizer), max_position_embeddings=512)
     text = np.array(tokenizer("It rained all day. " * 40)["input_ids"])
-    (row,) = compare_facts(
-        routed,
-        lambda length: FactTask.of(tokenizer, text, length=length),
-        [300],
-        depths=(0.2, 0.7),
-        per_depth=1,
-    )
-    alone = compare.measure_facts(
-        base, FactTask.of(tokenizer, text, length=300), depths=(0.2, 0.7), per_depth=1
-    )
+    task = FactTask.of(tokenizer, text, length=300)
+    options = {"depths": (0.2, 0.7), "per_depth": 1}
+    (row,) = compare_facts(routed, [task], **options)
+    alone = compare.measure_facts(base, task, **options)
     assert row["base"] == alone.to_dict()
     assert row["adapted"]["log_probability"] != pytest.approx(alone.log_probability, abs=1e-3)
     assert row["length"] == row["adapted"]["length"] == 300

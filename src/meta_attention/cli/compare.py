@@ -72,6 +72,7 @@ def compare_with_base(
     sequences: int,
     batch_size: int,
     questions: int,
+    distractors: int,
     is_chat: bool,
     decode_batch: int,
     is_timed: bool,
@@ -105,6 +106,22 @@ def compare_with_base(
     haystack = cut_sequences(
         model, tokenizer, documents, length=longest, count=max(sequences, 4 * questions)
     )
+    kinds = {"one fact": 1, f"one of {SEVERAL}": SEVERAL} if questions else {}
+    # made first: what cannot be asked is known before anything is measured
+    tasks = {
+        name: [
+            FactTask.of(
+                tokenizer,
+                haystack.flatten().numpy(),
+                length=length,
+                is_chat=is_chat,
+                facts=facts,
+                distractors=distractors,
+            )
+            for length in chosen
+        ]
+        for name, facts in kinds.items()
+    }
     result: dict[str, Any] = {
         "adapter": str(adapter),
         "base": base or model.config._name_or_path,
@@ -115,18 +132,11 @@ def compare_with_base(
         compared = compare_text(model, text, chosen, batch_size=batch_size, advance=advance)
     result |= compared.to_dict()
     result["facts"] = {}
-    for name, facts in (("one fact", 1), (f"one of {SEVERAL}", SEVERAL)) if questions else ():
+    for name, asked_for in tasks.items():
         with _progress(name) as advance:
             result["facts"][name] = compare_facts(
                 model,
-                lambda length, facts=facts: FactTask.of(  # type: ignore[misc]
-                    tokenizer,
-                    haystack.flatten().numpy(),
-                    length=length,
-                    is_chat=is_chat,
-                    facts=facts,
-                ),
-                chosen,
+                asked_for,
                 per_depth=questions,
                 batch_size=batch_size,
                 advance=advance,

@@ -118,6 +118,12 @@ def evaluate(
         int | None,
         typer.Option(min=0, help="questions for each depth of a fact; 0: none  [default: 4]"),
     ] = None,
+    distractors: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="sentences with other numbers, hidden beside the facts  [default: none]"
+        ),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="ask through the chat template")] = False,
     decode_batch: Annotated[
         int | None, typer.Option(min=1, help="rows of a timed step of decoding  [default: 8]")
@@ -150,6 +156,7 @@ def evaluate(
             sequences=8 if sequences is None else sequences,
             batch_size=batch_size or 1,
             questions=4 if questions is None else questions,
+            distractors=distractors or 0,
             is_chat=chat,
             decode_batch=decode_batch or 8,
             is_timed=not no_time,
@@ -158,8 +165,9 @@ def evaluate(
             as_json=as_json,
         )
         return
-    options = {"lengths": lengths, "questions": questions, "decode_batch": decode_batch}
-    for name, value in (options | {"chat": chat or None, "no_time": no_time or None}).items():
+    options = {"lengths": lengths, "questions": questions, "distractors": distractors}
+    options |= {"decode_batch": decode_batch, "chat": chat or None, "no_time": no_time or None}
+    for name, value in options.items():
         if value is not None:
             raise ConfigError(f"--{name.replace('_', '-')} must be given with --compare-base only")
     batch_size = batch_size or 8

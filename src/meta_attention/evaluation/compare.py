@@ -7,7 +7,7 @@ tokens of a run are the run of a shorter text.
 Shapes: N sequences, B of a batch, T their length, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -245,25 +245,20 @@ def position_edges(length: int) -> list[int]:
 
 
 def compare_facts(
-    model: PreTrainedModel,
-    make_task: Callable[[int], FactTask],
-    lengths: Sequence[int],
-    **options: Any,
+    model: PreTrainedModel, tasks: Sequence[FactTask], **options: Any
 ) -> list[dict[str, Any]]:
-    """Answers of an adapted model and of its base to the same questions.
+    """Answers of an adapted model and of its base to the same questions, a row per task.
 
     Args:
         model: The adapted model.
-        make_task: The task of a length.
-        lengths: Those to ask at.
+        tasks: What is asked, of several lengths say.
         options: For :func:`measure_facts`.
     """
     rows = []
-    for length in lengths:
-        task = make_task(length)
+    for task in tasks:
         with as_base(model):
             base = measure_facts(model, task, **options)
-        rows.append(_compared(length, base, measure_facts(model, task, **options)))
+        rows.append(_compared(task.length, base, measure_facts(model, task, **options)))
     return rows
 
 
