@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from meta_attention.errors import MetaAttentionError
 
@@ -107,6 +110,32 @@ def _start(job: Job, command: Sequence[str], parallel: int) -> None:
             stderr=subprocess.STDOUT,
             env={"OMP_NUM_THREADS": threads} | os.environ,
         )
+
+
+class TimeIsOver(Exception):
+    """A run has saved what it has, to go on another time."""
+
+
+class StopAt(TrainerCallback):
+    """Saves a run and ends it at a moment of ``time.time()``."""
+
+    def __init__(self, moment: float) -> None:
+        self.moment = moment
+        self.is_over = False
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # where a window of the log ends, so that none is cut in two
+        is_window = state.global_step % state.logging_steps == 0
+        if is_window and state.global_step < state.max_steps and time.time() >= self.moment:
+            self.is_over = control.should_save = True
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.is_over:
+            raise TimeIsOver(f"time is over after step {state.global_step} of {state.max_steps}")
 
 
 def say(line: str) -> None:

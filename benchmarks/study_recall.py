@@ -28,9 +28,8 @@ from typing import Any
 
 import study_recall_report
 import torch
-from study_jobs import Job, run_command, run_side_by_side, say
+from study_jobs import Job, StopAt, TimeIsOver, run_command, run_side_by_side, say
 from study_recall_report import RESULT
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from meta_attention import MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError
@@ -93,32 +92,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "start_expert": None,
     },
 }
-
-
-class TimeIsOver(Exception):
-    """A run has saved what it has, to go on another time."""
-
-
-class StopAt(TrainerCallback):
-    """Saves a run and ends it at a moment of ``time.time()``."""
-
-    def __init__(self, moment: float) -> None:
-        self.moment = moment
-        self.is_over = False
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        # where a window of the log ends, so that none is cut in two
-        is_window = state.global_step % state.logging_steps == 0
-        if is_window and state.global_step < state.max_steps and time.time() >= self.moment:
-            self.is_over = control.should_save = True
-
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.is_over:
-            raise TimeIsOver(f"time is over after step {state.global_step} of {state.max_steps}")
 
 
 def run_folder(runs: Path, scale: str, variant: str, seed: int) -> Path:

@@ -18,6 +18,7 @@ from meta_attention.adapt import (
     routers_of,
     save_adapter,
 )
+from meta_attention.adapt.adapters import spread
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.testing.pretrained import (
     build_base,
@@ -96,6 +97,13 @@ def test_a_rounded_base_is_the_same_base(saved, dtype):
     assert (a == b).float().mean() > 0.95
     for router in routers_of(rounded):
         assert router.controller.mlp[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [1, 5, 28_311_552])
+def test_a_sample_reaches_from_the_first_value_to_the_last(size):
+    places = spread(size, 8)
+    assert (places[0], places[-1], len(places)) == (0, size - 1, 8)
+    assert places == sorted(places)
 
 
 def test_another_base_is_refused(saved):

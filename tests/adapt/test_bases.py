@@ -85,3 +85,13 @@ def test_smollm2_needs_sinks_more_than_a_window():
     for router in routers_of(model):
         router.experts[1].num_sinks = 0
     assert full < with_sinks < full + 1.0 < loss("local")
+
+
+@needs(SMOLLM2)
+def test_smollm2_can_be_saved_and_trained_as_any_other_model(tmp_path):
+    model = load_base(SMOLLM2)
+    assert not model.is_quantized
+    model.save_pretrained(tmp_path)
+    other = load_base(str(tmp_path))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name)), name

@@ -25,7 +25,7 @@ from meta_attention.bench.rows import Row, load_results
 from meta_attention.bench.session import Work, describe
 from meta_attention.bench.timing import Clock
 from meta_attention.errors import BackendUnavailableError, ConfigError
-from meta_attention.layers import attention
+from meta_attention.layers import execution
 
 SHAPE = OpShape(2, 200, H=2, P=16, window=24)
 OP = OpPlan(
@@ -173,12 +173,12 @@ def test_model_suite_compares_four_models(session):
 
 
 def test_a_model_that_takes_other_routes_has_no_time(session, monkeypatch):
-    plan = attention.plan_routes
+    plan = execution.plan_routes
 
     def wrong(weights, **options):
         return plan(weights.roll(1, dims=1), **options)
 
-    monkeypatch.setattr(attention, "plan_routes", wrong)
+    monkeypatch.setattr(execution, "plan_routes", wrong)
     routed = model_suite.run_model(session, MODEL)[-1]
     assert (routed.status, routed.timing) == ("failed", None)
     assert "hidden states" in routed.reason

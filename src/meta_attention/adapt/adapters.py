@@ -2,6 +2,7 @@
 
     adapter.safetensors   parameters of the routers
     adapter.json          the base, settings, versions, and what was measured
+    lora/                 what PEFT put into the model, where it was trained along
 
 A router is trained on the hidden states of one base. Loading checks that the model at hand is that
 one: by its shape, and by a sample of its weights, whatever precision they are loaded in.
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 import meta_attention
 from meta_attention.adapt.config import AdaptConfig
 from meta_attention.adapt.families import family_of
+from meta_attention.adapt.lora import has_lora, load_lora, save_lora
 from meta_attention.adapt.model import ModelType, adapt
 from meta_attention.adapt.router import Router, routers_of
 from meta_attention.errors import ConfigError, DataError
@@ -42,7 +44,7 @@ def save_adapter(
     base: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the routers of an adapted model.
+    """Write the routers of an adapted model, and its LoRA where it has one.
 
     Args:
         model: An adapted model.
@@ -63,6 +65,7 @@ def save_adapter(
             "weights": sample_weights(pretrained),
         },
         "settings": adaptation.settings.to_dict() | {"layers": list(adaptation.layers)},
+        "lora": has_lora(pretrained),
         "versions": {
             "meta_attention": meta_attention.__version__,
             "transformers": transformers.__version__,
@@ -77,6 +80,8 @@ def save_adapter(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_tensors(routers), folder / WEIGHTS_FILE)
+    if has_lora(pretrained):
+        save_lora(pretrained, folder, base or _name_of(pretrained))
     # last: where there is a card, the adapter is whole
     (folder / CARD_FILE).write_text(text + "\n", "utf-8")
     return folder
@@ -85,7 +90,7 @@ def save_adapter(
 def load_adapter(
     model: ModelType, folder: str | Path, *, allow_other_base: bool = False
 ) -> ModelType:
-    """Adapt a model and give its routers the parameters of an adapter.
+    """Adapt a model and give its routers the parameters of an adapter, and its LoRA if it has one.
 
     Args:
         model: The base that the adapter was trained for.
@@ -112,6 +117,8 @@ def load_adapter(
             )
     adapt(model, AdaptConfig.of(card["settings"]))
     _fill(routers_of(model), tensors, Path(folder))
+    if card.get("lora"):
+        load_lora(model, Path(folder))
     return model
 
 
@@ -150,14 +157,20 @@ def sample_weights(model: PreTrainedModel) -> dict[str, str]:
         if ".router." not in name and ".lora_" not in name
     }
     names = list(parameters)
-    chosen = {names[i * (len(names) - 1) // (NUM_PARAMETERS - 1)] for i in range(NUM_PARAMETERS)}
+    chosen = {names[i] for i in spread(len(names), NUM_PARAMETERS)}
     sample = {}
     for name in sorted(chosen):
         flat = parameters[name].detach().flatten()
-        at = torch.linspace(0, flat.numel() - 1, NUM_VALUES, device=flat.device).long()
+        at = torch.tensor(spread(flat.numel(), NUM_VALUES), device=flat.device)
         # six digits are more than the tolerance asks for
         sample[name] = " ".join(f"{value:.6g}" for value in flat[at].double().tolist())
     return sample
+
+
+def spread(size: int, count: int) -> list[int]:
+    """Indices below a size, evenly over it from the first to the last."""
+    # whole numbers: in float32 the last of an embedding of 28 million values is one too far
+    return [i * (size - 1) // (count - 1) for i in range(count)]
 
 
 def _first_difference(there: Any, here: Mapping[str, str]) -> str | None:

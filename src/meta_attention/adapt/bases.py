@@ -57,6 +57,8 @@ def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
     model: PreTrainedModel = auto.from_pretrained(folder, **file, **kwargs)
     # not where it happens to lie
     model.config._name_or_path = name
+    if PACKAGED[name].file.endswith(".gguf"):
+        _forget_quantization(model)
     return model
 
 
@@ -68,6 +70,16 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         # of GGUF, older Transformers read none; the mask hides whatever it is
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _forget_quantization(model: Any) -> None:
+    """Weights of GGUF are read whole: what still says otherwise forbids saving and training."""
+    if any(not parameter.is_floating_point() for parameter in model.parameters()):
+        raise DataError("weights of GGUF must be read whole, but some are packed; give a dtype")
+    for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    model.is_quantized = False
 
 
 def _locate(name: str) -> tuple[str, dict[str, str]]:

@@ -16,8 +16,7 @@ from meta_attention.bench.session import Session, Work, join_notes
 from meta_attention.bench.timing import Call
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.evaluation.flops import count_layer
-from meta_attention.layers import BayesianMetaAttentionLayer
-from meta_attention.layers import attention as layer_module
+from meta_attention.layers import BayesianMetaAttentionLayer, attention, execution
 
 SUITE = "layer"
 WORK = "forward"
@@ -198,7 +197,12 @@ def _share_out(row: Row, parts: dict[str, Part]) -> None:
 @contextmanager
 def _recorded_calls(calls: dict[str, list[Call]]) -> Iterator[None]:
     """Record what a layer calls for the sake of routing, so that it can be called again."""
-    originals = {name: getattr(layer_module, name, None) for name in ROUTING_CALLS}
+    originals = [
+        (module, name, getattr(module, name))
+        for module in (attention, execution)
+        for name in ROUTING_CALLS
+        if hasattr(module, name)
+    ]
 
     def recorder(name: str, function: Callable[..., object]) -> Callable[..., object]:
         def record(*args: object, **kwargs: object) -> object:
@@ -208,14 +212,12 @@ def _recorded_calls(calls: dict[str, list[Call]]) -> Iterator[None]:
         return record
 
     try:
-        for name, function in originals.items():
-            if function is not None:
-                setattr(layer_module, name, recorder(name, function))
+        for module, name, function in originals:
+            setattr(module, name, recorder(name, function))
         yield
     finally:
-        for name, function in originals.items():
-            if function is not None:
-                setattr(layer_module, name, function)
+        for module, name, function in originals:
+            setattr(module, name, function)
 
 
 def _without_gradient(function: Callable[[], Tensor]) -> Call:

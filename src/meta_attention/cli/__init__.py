@@ -6,6 +6,7 @@ import typer
 
 from meta_attention.cli import (
     ablate,
+    adapt,
     bench,
     check,
     evaluate,
@@ -35,6 +36,7 @@ app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("ablate", epilog=ablate.EXAMPLES)(ablate.ablate)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("adapt", epilog=adapt.EXAMPLES)(adapt.adapt)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)
 app.command("flops", epilog=flops.EXAMPLES)(flops.flops)

@@ -11,7 +11,7 @@ import typer
 from meta_attention.errors import BackendUnavailableError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from meta_attention.models import MetaAttentionForCausalLM
 
@@ -36,6 +36,25 @@ class Dtype(StrEnum):
 CheckpointArgument = Annotated[
     Path, typer.Argument(help="folder with a saved model and its tokenizer", show_default=False)
 ]
+OptionalCheckpointArgument = Annotated[
+    Path | None,
+    typer.Argument(help="folder with a saved model and its tokenizer", show_default=False),
+]
+AdapterOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="an adapted pretrained model in place of a checkpoint: folder written by "
+        "'meta-attention adapt'",
+        show_default=False,
+    ),
+]
+BaseOption = Annotated[
+    str | None,
+    typer.Option(
+        help="the model that the adapter is for: folder or hub name  [default: what its card says]",
+        show_default=False,
+    ),
+]
 DeviceOption = Annotated[Device, typer.Option(help="where to run; auto: a GPU if there is one")]
 DtypeOption = Annotated[Dtype, typer.Option(help="precision; auto: as it was saved")]
 TextOption = Annotated[str | None, typer.Option(help="the text itself")]
@@ -54,20 +73,13 @@ def load_checkpoint(
         dtype: ``"auto"`` (as it was saved) or the name of one.
     """
     _check_folder(path)
-    import torch
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
     from meta_attention.models import MetaAttentionForCausalLM
 
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise BackendUnavailableError("--device cuda needs a GPU that torch can see; use cpu")
-    if device == "auto":
-        device = "cuda" if has_gpu else "cpu"
-    logging.disable_progress_bar()
+    device = _device(device)
     # what it would warn of is checked below
-    logging.set_verbosity_error()
+    _be_quiet()
     try:
         loaded: Any = MetaAttentionForCausalLM.from_pretrained(
             path, dtype=str(dtype), local_files_only=True, output_loading_info=True
@@ -86,6 +98,73 @@ def load_checkpoint(
             f"missing or of another shape, such as {missing[0]}; save the model again"
         )
     return model.to(device).eval(), tokenizer
+
+
+def load_model(
+    checkpoint: Path | None,
+    adapter: Path | None,
+    base: str | None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """A checkpoint, or a pretrained model with its adapter; as :func:`load_checkpoint`.
+
+    Args:
+        checkpoint: Folder with a saved model and its tokenizer.
+        adapter: Folder of an adapter, in its place.
+        base: The model that the adapter is for; None: what its card says.
+        device: As there.
+        dtype: Likewise.
+    """
+    if (checkpoint is None) == (adapter is None):
+        raise ConfigError("exactly one of a checkpoint and --adapter must be given")
+    if checkpoint is not None:
+        if base is not None:
+            raise ConfigError("--base is the model of an --adapter; leave it out")
+        return load_checkpoint(checkpoint, device, dtype)
+    assert adapter is not None
+    from meta_attention.cli.compare import load_adapted
+
+    return load_adapted(adapter, base, device, dtype)
+
+
+def load_pretrained(name: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
+    """A pretrained model as it was saved, on the CPU in evaluation mode, and its tokenizer.
+
+    Args:
+        name: A folder, a hub name, or one of the packaged models.
+    """
+    from meta_attention.adapt import load_base, load_tokenizer
+    from meta_attention.errors import MetaAttentionError
+
+    _be_quiet()
+    try:
+        model = load_base(name, dtype="auto").eval()
+        return model, load_tokenizer(name)
+    except MetaAttentionError:
+        raise
+    # the hub, the network and every file format have errors of their own
+    except Exception as error:
+        raise DataError(
+            f"{name!r} must be a causal language model with its tokenizer: a folder, a hub name or "
+            f"a packaged model, got: {_line(error)}"
+        ) from error
+
+
+def _device(name: str) -> str:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise BackendUnavailableError("--device cuda needs a GPU that torch can see; use cpu")
+    return ("cuda" if has_gpu else "cpu") if name == "auto" else name
+
+
+def _be_quiet() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def read_text(text: str | None, text_file: Path | None, *, option: str = "text") -> str:

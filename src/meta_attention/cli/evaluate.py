@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meta_attention.cli.checkpoint import (
-    CheckpointArgument,
+    AdapterOption,
+    BaseOption,
     Device,
     DeviceOption,
     Dtype,
@@ -16,8 +17,10 @@ from meta_attention.cli.checkpoint import (
     TextFileOption,
     TextOption,
     load_checkpoint,
+    load_model,
     read_text,
 )
+from meta_attention.cli.compare import compare_with_base
 from meta_attention.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -32,6 +35,9 @@ examples:
   meta-attention evaluate runs/recall --task recall --forced
   meta-attention evaluate runs/recall --task recall:pairs=64 --sequences 512 --json | jq .accuracy
   meta-attention evaluate runs/needle --task needle --data books/
+  meta-attention evaluate --adapter my-adapter --data books/
+  meta-attention evaluate --adapter my-adapter --compare-base --data books/
+  meta-attention evaluate --adapter my-adapter --compare-base --lengths 2048,8192 --chat --json
 
 \b
 tasks:
@@ -39,11 +45,21 @@ tasks:
   multi_key, with sizes after a colon; see 'meta-attention train --help'. Sizes not given are those
   the checkpoint was trained with. needle and multi_key hide their facts in --data, or in Python's
   manual.
+
+\b
+adapters:
+  --adapter measures a pretrained model with an adapter. With --compare-base, next to the base
+  without it: loss by length and position, counted attention FLOPs, answers about facts hidden in
+  the text (one fact, and one of several), and time of a prefill and of a step of batched decoding.
+  Of a CPU only ratios are printed. Without --data the text is Python's manual.
 """
 
 
 def evaluate(
-    checkpoint: CheckpointArgument,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(help="folder with a saved model and its tokenizer", show_default=False),
+    ] = None,
     text: TextOption = None,
     text_file: TextFileOption = None,
     data: Annotated[
@@ -66,12 +82,18 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="how much further each window reaches  [default: half of it]"),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="windows run at once")] = 8,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="windows run at once  [default: 8, with --compare-base 1]"),
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="stop after this many tokens")
     ] = None,
     sequences: Annotated[
-        int | None, typer.Option(min=1, help="sequences of a task  [default: 128]")
+        int | None,
+        typer.Option(
+            min=1, help="sequences of a task  [default: 128], or of text with --compare-base  [8]"
+        ),
     ] = None,
     forced: Annotated[
         bool,
@@ -80,6 +102,33 @@ def evaluate(
             help="also judge the routes, by forcing each expert of each layer: slow",
         ),
     ] = False,
+    adapter: AdapterOption = None,
+    base: BaseOption = None,
+    compare_base: Annotated[
+        bool, typer.Option("--compare-base", help="the adapted model next to its base")
+    ] = False,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="tokens to compare at, parted by commas  [default: those of 2048,4096,8192 that "
+            "the base can take]"
+        ),
+    ] = None,
+    questions: Annotated[
+        int | None,
+        typer.Option(min=0, help="questions for each depth of a fact; 0: none  [default: 4]"),
+    ] = None,
+    distractors: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="sentences with other numbers, hidden beside the facts  [default: none]"
+        ),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="ask through the chat template")] = False,
+    decode_batch: Annotated[
+        int | None, typer.Option(min=1, help="rows of a timed step of decoding  [default: 8]")
+    ] = None,
+    no_time: Annotated[bool, typer.Option("--no-time", help="leave out times")] = False,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     as_json: JsonOption = False,
@@ -89,8 +138,42 @@ def evaluate(
     On a text: perplexity, bits per byte, calibration and routing.
 
     Windows slide over the text, and every token is scored once. Documents do not see each other.
+
+    Or measure an adapter, also next to its base.
     """
+    _check_target(checkpoint, adapter, base)
+    if compare_base:
+        if adapter is None:
+            raise ConfigError("--compare-base must be given with --adapter; add its folder")
+        given = {"task": task, "length": length, "stride": stride, "max_tokens": max_tokens}
+        _refuse("--compare-base", **given, forced=forced or None)
+        has_text = bool(text is not None or text_file is not None or data)
+        compare_with_base(
+            adapter,
+            base,
+            _read(text, text_file, data) if has_text else None,
+            lengths=lengths,
+            sequences=8 if sequences is None else sequences,
+            batch_size=batch_size or 1,
+            questions=4 if questions is None else questions,
+            distractors=distractors or 0,
+            is_chat=chat,
+            decode_batch=decode_batch or 8,
+            is_timed=not no_time,
+            device=device,
+            dtype=dtype,
+            as_json=as_json,
+        )
+        return
+    options = {"lengths": lengths, "questions": questions, "distractors": distractors}
+    options |= {"decode_batch": decode_batch, "chat": chat or None, "no_time": no_time or None}
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} must be given with --compare-base only")
+    batch_size = batch_size or 8
     if task is not None:
+        if checkpoint is None:
+            raise ConfigError("--task must not be given with --adapter; try --compare-base")
         _refuse("--task", text=text, text_file=text_file, stride=stride, max_tokens=max_tokens)
         _evaluate_task(
             checkpoint,
@@ -107,7 +190,7 @@ def evaluate(
         return
     _refuse("a text", sequences=sequences)
     documents = _read(text, text_file, data)
-    model, tokenizer = load_checkpoint(checkpoint, device, dtype)
+    model, tokenizer = load_model(checkpoint, adapter, base, device, dtype)
 
     # torch and transformers load here, so that --help stays instant
     from rich.console import Console
@@ -175,6 +258,13 @@ def _evaluate_task(
     console.print(routing_table(result.routing))
     if result.forced is not None:
         console.print(verdict_table(result.forced))
+
+
+def _check_target(checkpoint: Path | None, adapter: Path | None, base: str | None) -> None:
+    if (checkpoint is None) == (adapter is None):
+        raise ConfigError("either a checkpoint or --adapter must be given, and not both")
+    if base is not None and adapter is None:
+        raise ConfigError("--base must be given with --adapter only: a checkpoint has none")
 
 
 def _refuse(what: str, **options: object) -> None:

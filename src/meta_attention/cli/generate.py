@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meta_attention.cli.checkpoint import (
-    CheckpointArgument,
+    AdapterOption,
+    BaseOption,
     Device,
     DeviceOption,
     Dtype,
     DtypeOption,
     JsonOption,
+    OptionalCheckpointArgument,
     TextFileOption,
-    load_checkpoint,
+    load_model,
     read_text,
 )
 from meta_attention.errors import ConfigError, DataError
@@ -28,13 +30,15 @@ examples:
   meta-attention generate runs/tiny --prompt-file start.txt --greedy --max-new-tokens 200
   meta-attention generate runs/tiny --prompt "The cat" --temperature 0.8 --top-p 0.9 --seed 1
   meta-attention generate runs/tiny --prompt "The cat" --num-beams 4 --json | jq -r .text
+  meta-attention generate --adapter adapters/books --prompt "The lighthouse" --greedy
+  meta-attention generate --adapter adapters/mine --base ./my-model --prompt "The lighthouse"
 """
 
 DEFAULT_NEW_TOKENS = 128
 
 
 def generate(
-    checkpoint: CheckpointArgument,
+    checkpoint: OptionalCheckpointArgument = None,
     prompt: Annotated[
         str | None, typer.Option(help="text to go on from; without one, a new document")
     ] = None,
@@ -58,6 +62,8 @@ def generate(
         int | None, typer.Option(min=0, max=2**32 - 1, help="makes sampling repeatable")
     ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="print while writing")] = False,
+    adapter: AdapterOption = None,
+    base: BaseOption = None,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     as_json: JsonOption = False,
@@ -68,7 +74,7 @@ def generate(
     text = None
     if prompt is not None or prompt_file is not None:
         text = read_text(prompt, prompt_file, option="prompt")
-    model, tokenizer = load_checkpoint(checkpoint, device, dtype)
+    model, tokenizer = load_model(checkpoint, adapter, base, device, dtype)
 
     # torch and transformers load here, so that --help stays instant
     import torch
@@ -89,7 +95,7 @@ def generate(
         set_seed(seed)
     streamer = TextStreamer(tokenizer, skip_special_tokens=True) if stream else None
     with torch.inference_mode():
-        output = model.generate(  # type: ignore[misc]  # it wants a class only Transformers has
+        output = model.generate(  # type: ignore[operator]  # a method of those that generate
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=config,

@@ -7,15 +7,17 @@ from typing import Annotated
 import typer
 
 from meta_attention.cli.checkpoint import (
-    CheckpointArgument,
+    AdapterOption,
+    BaseOption,
     Device,
     DeviceOption,
     Dtype,
     DtypeOption,
     JsonOption,
+    OptionalCheckpointArgument,
     TextFileOption,
     TextOption,
-    load_checkpoint,
+    load_model,
     read_text,
 )
 
@@ -25,11 +27,12 @@ examples:
   meta-attention inspect runs/tiny --text-file page.txt --html routes.html
   meta-attention inspect runs/tiny --text "The cat" --layer 2 --signal mutual-information
   meta-attention inspect runs/tiny --text "The cat" --json | jq .layers[0].expert
+  meta-attention inspect --adapter adapters/books --text-file page.txt --html routes.html
 """
 
 
 def inspect(
-    checkpoint: CheckpointArgument,
+    checkpoint: OptionalCheckpointArgument = None,
     text: TextOption = None,
     text_file: TextFileOption = None,
     layer: Annotated[
@@ -46,13 +49,15 @@ def inspect(
     html: Annotated[
         Path | None, typer.Option(help="also write a page to look at in a browser")
     ] = None,
+    adapter: AdapterOption = None,
+    base: BaseOption = None,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Show where a checkpoint sends each token of a text, and how sure it is."""
     given = read_text(text, text_file)
-    model, tokenizer = load_checkpoint(checkpoint, device, dtype)
+    model, tokenizer = load_model(checkpoint, adapter, base, device, dtype)
 
     # torch and transformers load here, so that --help stays instant
     from rich.console import Console
@@ -63,7 +68,7 @@ def inspect(
 
     inspection = inspect_text(model, tokenizer, given)
     if html is not None:
-        write_inspection(inspection, html, title=checkpoint.resolve().name)
+        write_inspection(inspection, html, title=(adapter or checkpoint or html).resolve().name)
     if as_json:
         print(json.dumps(inspection.to_dict(), indent=2))
         return

@@ -24,7 +24,12 @@ from meta_attention.evaluation.perplexity import (
     evaluating,
     score_batch,
 )
-from meta_attention.evaluation.routing import RoutingSummary, RoutingTally
+from meta_attention.evaluation.routing import (
+    RoutedLayer,
+    RoutingSummary,
+    RoutingTally,
+    reading_routing,
+)
 from meta_attention.evaluation.windows import (
     WindowBatch,
     choose_windows,
@@ -32,7 +37,6 @@ from meta_attention.evaluation.windows import (
     tokenize_documents,
     window_batches,
 )
-from meta_attention.layers import BayesianMetaAttentionLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ def evaluate_text(
     forced: bool = False,
     advance: Advance = lambda done, total: None,
 ) -> Evaluation:
-    """Measure a routed model on a text.
+    """Measure a routed model, ours or adapted, on a text.
 
     Args:
         model: The model, on the device and in the dtype to measure.
@@ -121,13 +125,14 @@ def evaluate_text(
     result = Perplexity()
     with evaluating(model):
         for batch in window_batches(documents, length, stride, batch_size, model.device):
-            scores = score(batch, output_routing=True)
-            weights = scores.output.routing_weights
+            with reading_routing(model) as reader:
+                scores = score(batch, **reader.options)
+                weights, concentrations = reader.read(scores.output)
             result += scores.total
             calibration.add(scores.confidence, scores.is_correct)
-            routing.add(weights, batch.is_new, scores.output.concentrations)
+            routing.add(weights, batch.is_new, concentrations)
             if judge is not None:
-                beliefs = map(expected_weights, weights, scores.output.concentrations)
+                beliefs = map(expected_weights, weights, concentrations)
                 judge.add(
                     scores.loss, [b[batch.is_predictor] for b in beliefs], partial(loss_of, batch)
                 )
@@ -153,7 +158,7 @@ def expected_weights(weights: Tensor, concentration: Tensor | None) -> Tensor:
     return weights if concentration is None else RoutingPosterior(concentration).mean
 
 
-def layer_kl(layer: BayesianMetaAttentionLayer, concentration: Tensor | None) -> Tensor | None:
+def layer_kl(layer: RoutedLayer, concentration: Tensor | None) -> Tensor | None:
     """KL to the prior of each token ``[B, T]`` in nats; None without a prior or a choice.
 
     The mean over its key-value heads where these have routes of their own.

@@ -19,7 +19,7 @@ Shapes: B batch, T sequence, S = past + T, G route groups, E experts.
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -71,6 +71,10 @@ class Flops:
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def per(self, count: int) -> "Flops":
+        """Divided by a count, of tokens say."""
+        return Flops(*(getattr(self, f.name) / count for f in fields(self)))
+
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
@@ -113,7 +117,7 @@ def count_layer(
             order.
         past: Cached tokens before these.
     """
-    plan = _plan_of(executed, mask, past)
+    plan = plan_of(executed, mask, past)
     B, _, E, T = plan.positions.shape
     check_mask(mask, B, past + T)
     marks = mask
@@ -124,13 +128,17 @@ def count_layer(
         raise ShapeError(
             f"layer {layer_idx} must have lists for its {len(experts)} experts, got {E}"
         )
-    attention = sum(
-        _attention_flops(expert, plan.list_of(index), marks) for index, expert in enumerate(experts)
-    )
     return Flops(
-        attention,
-        B * T * _projection_flops(config, layer_idx),
-        B * T * _controller_flops(config, layer_idx),
+        count_attention(experts, plan, marks),
+        B * T * projection_flops(config, layer_idx),
+        B * T * controller_flops(config, layer_idx),
+    )
+
+
+def count_attention(experts: Iterable[Expert], plan: RoutePlan, marks: Tensor) -> float:
+    """Operations of the experts of a layer on their lists, under marks [B, S] as of a mask."""
+    return sum(
+        _attention_flops(expert, plan.list_of(index), marks) for index, expert in enumerate(experts)
     )
 
 
@@ -157,7 +165,7 @@ def count_model(
             f"executed must have one entry for each of {config.num_hidden_layers} layers, "
             f"got {len(executed)}"
         )
-    plans = [_plan_of(lists, mask, past) for lists in executed]
+    plans = [plan_of(lists, mask, past) for lists in executed]
     total = Flops()
     for layer_idx, plan in enumerate(plans):
         total += count_layer(config, plan, layer_idx=layer_idx, mask=mask, past=past)
@@ -196,8 +204,8 @@ def count_mix(config: MetaAttentionConfig, mix: Mapping[str, float], length: int
         for name, expert in zip(names, _experts_of(config, layer_idx), strict=True):
             update = _update_flops(expert, length)
             attention += update + mix.get(name, 0.0) * (expert.flops(length) - update)
-        projections += _projection_flops(config, layer_idx)
-        controller += _controller_flops(config, layer_idx)
+        projections += projection_flops(config, layer_idx)
+        controller += controller_flops(config, layer_idx)
     return Flops(
         length * attention,
         length * projections,
@@ -232,7 +240,8 @@ def cost_table(
     ]
 
 
-def _plan_of(executed: RoutePlan | Tensor, mask: Tensor | None, past: int) -> RoutePlan:
+def plan_of(executed: RoutePlan | Tensor, mask: Tensor | None, past: int) -> RoutePlan:
+    """Query lists, where weights are given those of every weight above zero."""
     if isinstance(executed, RoutePlan):
         return executed
     new_mask = None if mask is None else mask[:, past:]
@@ -259,7 +268,7 @@ def _attention_flops(expert: Expert, listed: QueryList, marks: Tensor) -> float:
     # beyond its count a list may hold anything
     positions = listed.positions.long().masked_fill(~is_listed, 0)
     assert isinstance(expert, SoftmaxExpert)
-    seen = _visible_keys(marks, expert.window, expert.num_sinks, causal=expert.causal)[:, S - T :]
+    seen = keys_in_sight(marks, expert.window, expert.num_sinks, causal=expert.causal)[:, S - T :]
     keys = seen.unsqueeze(1).expand(B, G, T).gather(2, positions).masked_fill(~is_listed, 0)
     flops = expert.attention_flops(keys.sum().item() / G)
     if isinstance(expert, GatedFullAttention):
@@ -267,7 +276,7 @@ def _attention_flops(expert: Expert, listed: QueryList, marks: Tensor) -> float:
     return flops
 
 
-def _visible_keys(marks: Tensor, window: int | None, num_sinks: int, *, causal: bool) -> Tensor:
+def keys_in_sight(marks: Tensor, window: int | None, num_sinks: int, *, causal: bool) -> Tensor:
     """Keys [B, S] that each token sees, itself and sinks included; no window: at any distance."""
     B, S = marks.shape
     at = torch.arange(S, device=marks.device).expand(B, -1)
@@ -302,14 +311,16 @@ def _update_flops(expert: Expert, length: int) -> float:
     return expert.flops(length) if isinstance(expert, RecurrentExpert) else 0.0
 
 
-def _projection_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
+def projection_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
+    """Operations of a token's projections in a layer."""
     # query and output, key and value
     heads = 2 * config.num_attention_heads + 2 * config.num_key_value_heads
     sets = 1 if config.shared_projections else len(config.experts_of(layer_idx))
     return 2.0 * config.hidden_size * heads * config.head_dim * sets
 
 
-def _controller_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
+def controller_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
+    """Operations of a token in the controller of a layer."""
     num_experts = len(config.experts_of(layer_idx))
     if num_experts == 1:
         return 0.0

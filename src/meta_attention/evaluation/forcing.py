@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from meta_attention.controller import PointPosterior
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.evaluation.calibration import CalibrationTally
-from meta_attention.layers import BayesianMetaAttentionLayer
+from meta_attention.evaluation.routing import RoutedLayer
 
 
 class ForcedPosterior(PointPosterior):
@@ -94,9 +94,12 @@ class ForcedController(nn.Module):
         return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())
 
 
-def attention_layers(model: nn.Module) -> list[BayesianMetaAttentionLayer]:
-    """The routed attention layers of a model, static ones included, in order."""
-    return [module for module in model.modules() if isinstance(module, BayesianMetaAttentionLayer)]
+def attention_layers(model: nn.Module) -> list[RoutedLayer]:
+    """The routed attention layers of a model, static ones included, in order.
+
+    Of an adapted model its routers: layers that were not adapted are left out.
+    """
+    return [module for module in model.modules() if isinstance(module, RoutedLayer)]
 
 
 @contextmanager

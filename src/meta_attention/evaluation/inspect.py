@@ -16,9 +16,13 @@ from meta_attention.errors import DataError
 from meta_attention.evaluation.evaluate import layer_kl
 from meta_attention.evaluation.forcing import attention_layers
 from meta_attention.evaluation.perplexity import evaluating
-from meta_attention.evaluation.routing import RoutingSummary, summarise_routing
+from meta_attention.evaluation.routing import (
+    RoutedLayer,
+    RoutingSummary,
+    reading_routing,
+    summarise_routing,
+)
 from meta_attention.evaluation.windows import TokenizedText, tokenize
-from meta_attention.layers import BayesianMetaAttentionLayer
 
 POINT_SIGNALS = ("mean_entropy", "margin")
 DIRICHLET_SIGNALS = (*POINT_SIGNALS, "mutual_information", "vacuity", "entropy")
@@ -48,7 +52,7 @@ class InspectedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A text, its tokens and their routes in every layer."""
+    """A text, its tokens and their routes in every routed layer."""
 
     tokens: list[str]
     """What each token stands for, for display: joined, the text.
@@ -85,7 +89,7 @@ class Inspection:
 def inspect_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> Inspection:
-    """Run a text through a routed model once and keep what its controllers said.
+    """Run a text through a routed model, ours or adapted, once and keep what its controllers said.
 
     Args:
         model: The model.
@@ -101,19 +105,21 @@ def inspect_text(
         )
     with evaluating(model):
         ids = document.ids.to(model.device)
-        output = model(input_ids=ids[None], use_cache=False, output_routing=True)
+        with reading_routing(model) as reader:
+            output = model(input_ids=ids[None], use_cache=False, **reader.options)
+            weights, concentrations = reader.read(output)
         log_probs = output.logits[0, :-1].float().log_softmax(dim=-1)
         loss = -log_probs.gather(-1, ids[1:, None]).squeeze(-1)
         layers = attention_layers(model)
-        routes = list(zip(layers, output.routing_weights, output.concentrations, strict=True))
+        routes = list(zip(layers, weights, concentrations, strict=True))
         kls = [layer_kl(layer, concentration) for layer, _, concentration in routes]
         return Inspection(
             tokens=_shown(text, document),
             ids=document.ids.tolist(),
-            loss=[None, *loss.tolist()] if model.config.causal else [None] * N,
+            loss=[None, *loss.tolist()] if getattr(model.config, "causal", True) else [None] * N,
             layers=[_inspect_layer(*route, kl) for route, kl in zip(routes, kls, strict=True)],
             routing=summarise_routing(
-                output.routing_weights,
+                weights,
                 [None if kl is None else kl.mean().item() for kl in kls],
                 [layer.expert_names for layer in layers],
                 [layer.controller.costs for layer in layers],
@@ -122,7 +128,7 @@ def inspect_text(
 
 
 def _inspect_layer(
-    layer: BayesianMetaAttentionLayer,
+    layer: RoutedLayer,
     weights: Tensor,  # [1, N, E] or [1, N, G, E]
     concentration: Tensor | None,
     kl: Tensor | None,

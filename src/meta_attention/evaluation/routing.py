@@ -19,10 +19,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from meta_attention.adapt.adaptation import Record
+from meta_attention.adapt.router import Router, collect_routing
 from meta_attention.config import RoutingName
 from meta_attention.controller import RoutingPosterior
-from meta_attention.errors import ShapeError
+from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.layers import BayesianMetaAttentionLayer
+
+RoutedLayer = BayesianMetaAttentionLayer | Router
+"""Of our own models, or what an adapted model has in its attention modules."""
 
 # an expert collapse: a layer that sends more than this share of its tokens to one expert
 EXPERT_COLLAPSE = 0.95
@@ -196,7 +201,7 @@ class RoutingTally:
     @classmethod
     def of(cls, model: nn.Module) -> Self:
         """A tally for every routed attention layer of a model, static ones included, in order."""
-        layers = [m for m in model.modules() if isinstance(m, BayesianMetaAttentionLayer)]
+        layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
         return cls(
             [layer.expert_names for layer in layers],
             [layer.controller.costs for layer in layers],
@@ -338,6 +343,49 @@ def _entropy_term(share: float) -> float:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingReader:
+    """Where a call of a model leaves its routing: in the output of ours, beside it if adapted."""
+
+    model: nn.Module
+    record: Record | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the model has to be called with."""
+        return {"output_routing": True} if self.record is None else {}
+
+    def read(self, output: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """Weights and concentrations (None without a prior) of every routed layer, in order."""
+        if self.record is None:
+            return output.routing_weights, output.concentrations
+        routers = [module for module in self.model.modules() if isinstance(module, Router)]
+        missing = [r.layer_idx for r in routers if r.layer_idx not in self.record.layers]
+        if missing:
+            raise ConfigError(
+                f"layer {missing[0]} ran as the base model has it, so it has no routes to read; "
+                "route every layer, or name one of its experts"
+            )
+        outputs = [self.record.layers[router.layer_idx] for router in routers]
+        return (
+            tuple(out.routes.weights for out in outputs),
+            tuple(
+                out.posterior.concentration if isinstance(out.posterior, RoutingPosterior) else None
+                for out in outputs
+            ),
+        )
+
+
+@contextmanager
+def reading_routing(model: nn.Module) -> Iterator[RoutingReader]:
+    """Call a model, ours or adapted, with the reader's options; then read what it routed."""
+    if not any(isinstance(module, Router) for module in model.modules()):
+        yield RoutingReader(model, None)
+        return
+    with collect_routing(model) as record:
+        yield RoutingReader(model, record)
 
 
 @contextmanager

@@ -86,6 +86,19 @@ def routing_table(routing: RoutingSummary) -> Table:
     return table
 
 
+def adapter_table(layers: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One row per adapted layer, by what ``train_router`` measured of it."""
+    names = list(next(iter(layers.values()))["share"])
+    table = _table(
+        "Adapted layers: share of tokens of each expert; adaptivity in nats",
+        ["layer", *names, "adaptivity"],
+    )
+    for index, layer in layers.items():
+        shares = (f"{layer['share'][name]:.1%}" for name in names)
+        table.add_row(index, *shares, f"{layer['adaptivity']:.4f}")
+    return table
+
+
 def verdict_table(verdict: RouteVerdict) -> Table:
     """One row per routed layer: how its routes compare with forcing its experts."""
     names = list(dict.fromkeys(name for layer in verdict.layers for name in layer.best_share))

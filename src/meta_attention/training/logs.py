@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,15 +209,22 @@ class ConsoleProgress(TrainerCallback):
         self.progress.stop()
 
 
-def flatten_routing(routing: RoutingSummary) -> dict[str, float]:
-    """A summary as names and numbers, as logs want it; what a static layer lacks is left out."""
+def flatten_routing(
+    routing: RoutingSummary, indices: Sequence[int] | None = None
+) -> dict[str, float]:
+    """A summary as names and numbers, as logs want it; what a static layer lacks is left out.
+
+    ``indices`` are those of its layers in their model; default: counted from 0.
+    """
     figures: dict[str, float | None] = {
         "adaptivity": routing.adaptivity,
         "routing_entropy": routing.routing_entropy,
         "expert_collapses": len(routing.collapsed_layers["expert"]),
         "prior_collapses": len(routing.collapsed_layers["prior"]),
     }
-    for index, layer in enumerate(routing.layers):
+    if indices is None:
+        indices = range(len(routing.layers))
+    for index, layer in zip(indices, routing.layers, strict=True):
         name = f"layer_{index}"
         for expert in layer.experts:
             figures[f"{name}/share/{expert}"] = layer.share[expert]
@@ -231,6 +239,12 @@ def flatten_routing(routing: RoutingSummary) -> dict[str, float]:
 
 def describe(logs: dict[str, Any]) -> str:
     """The figures a reader follows, in one line."""
+    if kind_of(logs) == "eval" and "eval_base_loss" in logs:
+        return (
+            f"held out: {logs['eval_lm_loss']:.4f} nats (base {logs['eval_base_loss']:.4f}), "
+            f"divergence {logs['eval_divergence']:.4f}, attention share "
+            f"{logs['eval_attention_share']:.3f}"
+        )
     if kind_of(logs) == "eval":
         text = f"held out: {logs['eval_task_loss']:.4f} nats"
         if "eval_bits_per_byte" in logs:

@@ -75,7 +75,7 @@ class RunSettings:
                 f"batch_size must be a multiple of grad_accum, got {self.batch_size} and "
                 f"{self.grad_accum}: a batch is computed in equal parts"
             )
-        if not 0.0 < self.lr < float("inf"):
+        if self.lr is not None and not 0.0 < self.lr < float("inf"):
             raise ConfigError(f"lr must be > 0, got {self.lr}")
         if not 0 <= self.warmup <= self.steps:
             raise ConfigError(

@@ -130,7 +130,7 @@ class MetaAttentionTrainer(Trainer):
             self.remove_callback(console)
         self.add_callback(Flow(self))
         self.sampler: BlockSampler | None = None
-        self._tally = self.tally_of(model)
+        self._tally = RoutingTally.of(model)
         self._need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
         if target_cost is not None:
             self._check_target(target_cost)
@@ -153,10 +153,6 @@ class MetaAttentionTrainer(Trainer):
     def config_of(self, model: Any) -> Any:
         """The configuration that says how a model is routed."""
         return model.config
-
-    def tally_of(self, model: nn.Module) -> RoutingTally:
-        """A tally for its layers."""
-        return RoutingTally.of(model)
 
     def run_model(
         self, model: nn.Module, inputs: Batch, *, output_routing: bool, output_routed_cost: bool

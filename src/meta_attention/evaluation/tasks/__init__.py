@@ -2,10 +2,12 @@
 
 ``recall`` is made of symbols, ``needle`` and ``multi_key`` of text; all are drawn on the fly,
 seeded and of any length. A model's answers and routes are reduced to a :class:`TaskResult`.
+``facts`` asks pretrained models, in plain words.
 """
 
 from meta_attention.evaluation.tasks.base import NOT_ASKED, Example, Task, TaskDataset
 from meta_attention.evaluation.tasks.evaluate import TaskEvaluation, evaluate_task
+from meta_attention.evaluation.tasks.facts import FactResult, FactTask, measure_facts
 from meta_attention.evaluation.tasks.need import NeedOfLayer, TaskResult, TaskTally
 from meta_attention.evaluation.tasks.recall import RecallTask
 from meta_attention.evaluation.tasks.retrieval import RetrievalTask
@@ -15,6 +17,8 @@ __all__ = [
     "NOT_ASKED",
     "TASK_SIZES",
     "Example",
+    "FactResult",
+    "FactTask",
     "NeedOfLayer",
     "RecallTask",
     "RetrievalTask",
@@ -25,4 +29,5 @@ __all__ = [
     "TaskSpec",
     "TaskTally",
     "evaluate_task",
+    "measure_facts",
 ]

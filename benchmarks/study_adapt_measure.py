@@ -1,0 +1,319 @@
+"""What is measured of a variant, and what must be known before: sensitivity and thresholds.
+
+Shapes: N sequences, B of a batch, T their length, G key-value heads that have routes of their own.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from study_adapt_data import AdaptCache
+from study_adapt_variants import (
+    FULL,
+    SENSITIVITY,
+    Scale,
+    Variant,
+    find_variants,
+    in_force,
+    load_variant,
+)
+from study_jobs import say
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from meta_attention.adapt import collect_routing, load_tokenizer, routed_as, routers_of
+from meta_attention.bench.adapted_suite import time_adapted
+from meta_attention.bench.timing import Clock
+from meta_attention.errors import ConfigError
+from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
+from meta_attention.evaluation.compare import compare_text, token_losses
+from meta_attention.evaluation.perplexity import evaluating
+from meta_attention.evaluation.tasks.facts import FactTask, measure_facts
+from meta_attention.training.run import versions
+
+VARIANTS, CONFIG, RESULT = "variants", "config.json", "result.json"
+PASSAGE, TIMES = "passage.json", "times.json"
+# halvings of the range of thresholds: a thousandth of it
+HALVINGS = 10
+
+
+def measure_sensitivity(
+    cache: AdaptCache, base: Path | None, out: Path, scale: Scale
+) -> dict[str, Any]:
+    """Loss increase with one layer local and all others full; once for a folder of runs."""
+    path = out / SENSITIVITY
+    if path.is_file():
+        return json.loads(path.read_text())
+    model = load_variant(cache, base, out, scale, None)
+    # not the text that variants are compared on: layers are chosen by it
+    text = cache.sequences("valid")[: scale.sensitivity_sequences, : scale.length]
+    layers = [router.layer_idx for router in routers_of(model)]
+
+    def loss(local: int | None) -> float:
+        ways = {index: "local" if index == local else "full" for index in layers}
+        with routed_as(model, ways):
+            return mean_loss(model, text, scale)
+
+    full = loss(None)
+    increase = []
+    for layer in layers:
+        increase.append(loss(layer) - full)
+        say(f"layer {layer} of {len(layers)} local: {increase[-1]:+.4f} nats")
+    found = {"loss": full, "loss_increase": increase, "sequences": len(text)}
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def mean_loss(model: PreTrainedModel, text: Tensor, scale: Scale) -> float:
+    """Nats per token."""
+    losses = []
+    with evaluating(model):
+        for ids in text.split(batch_of(scale, text.shape[1])):
+            losses.append(token_losses(model, ids.to(model.device)).double().mean(dim=1).cpu())
+    return torch.cat(losses).mean().item()
+
+
+def batch_of(scale: Scale, length: int) -> int:
+    return max(1, scale.tokens_at_once // length)
+
+
+def set_threshold(model: PreTrainedModel, variant: Variant, text: Tensor, scale: Scale) -> float:
+    """The threshold on the belief in full attention that makes a variant cost what it shall."""
+    assert variant.cost is not None
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        with in_force(model, variant, threshold=middle):
+            share = attention_share(model, text, scale)
+        low, high = (middle, high) if share > variant.cost else (low, middle)
+    return (low + high) / 2
+
+
+def attention_share(model: PreTrainedModel, text: Tensor, scale: Scale) -> float:
+    """Attention FLOPs of the routes in force, as a share of the base's."""
+    routed = whole = 0.0
+    with evaluating(model):
+        for ids in text.split(batch_of(scale, text.shape[1])):
+            with collect_routing(model) as record:
+                model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+            B, T = ids.shape
+            counted = count_adapted(model, executed_routes(record), batch=B, length=T)
+            routed, whole = routed + counted.routed.attention, whole + counted.base.attention
+    return routed / whole
+
+
+def measure_variant(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: AdaptCache,
+    scale: Scale,
+    variant: Variant,
+    *,
+    shares: Mapping[int, Any] | None = None,
+    is_chat: bool = False,
+) -> dict[str, Any]:
+    """Losses, counted FLOPs, answers, and who gets full attention."""
+    begin = time.time()
+    test = cache.sequences("test")[: scale.sequences, : scale.length]
+    threshold = None
+    if variant.cost is not None:
+        text = cache.sequences("valid")[: scale.calibration_sequences, : scale.length]
+        threshold = set_threshold(model, variant, text, scale)
+    with in_force(model, variant, shares=shares, threshold=threshold):
+        batch = batch_of(scale, scale.length)
+        text_figures = compare_text(model, test, scale.lengths, batch_size=batch).to_dict()
+        facts = {
+            name: [
+                measure_facts(
+                    model,
+                    FactTask.of(
+                        tokenizer,
+                        test.flatten().numpy(),
+                        length=length,
+                        is_chat=is_chat,
+                        facts=number,
+                    ),
+                    per_depth=scale.questions,
+                    batch_size=batch_of(scale, length),
+                ).to_dict()
+                for length in scale.lengths
+            ]
+            for name, number in (("one", 1), ("several", scale.several))
+        }
+        routing = routing_of(model, test[: scale.calibration_sequences], scale)
+        passage = passage_of(model, tokenizer, test[:1], scale)
+    return {
+        "variant": variant.to_dict(),
+        "base": cache.base_name,
+        "device": _device_name(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": versions(),
+        "threshold": threshold,
+        "is_chat": is_chat,
+        "text": text_figures,
+        "facts": facts,
+        "routing": routing,
+        "passage": passage,
+        "seconds": time.time() - begin,
+    }
+
+
+def routing_of(model: PreTrainedModel, text: Tensor, scale: Scale) -> dict[str, Any]:
+    """Share of full attention by layer, of each head that has routes; layers routed only."""
+    totals: dict[int, Tensor] = {}
+    rows = 0
+    with evaluating(model):
+        for ids in text.split(batch_of(scale, text.shape[1])):
+            with collect_routing(model) as record:
+                model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+            rows += len(ids)
+            for index, out in record.layers.items():
+                share = (out.routes.expert == FULL).float().mean(dim=1).sum(dim=0).cpu()
+                totals[index] = totals.get(index, torch.zeros_like(share)) + share
+    return {str(index): (total / rows).tolist() for index, total in totals.items()}
+
+
+def passage_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Tensor, scale: Scale
+) -> dict[str, Any]:
+    """The last tokens of a text, and how many of their heads take full attention, by layer."""
+    with evaluating(model), collect_routing(model) as record:
+        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+    shown = ids[0, -scale.passage :].tolist()
+    on_full = {
+        str(index): (out.routes.expert[0, -scale.passage :] == FULL)
+        .float()
+        .reshape(scale.passage, -1)
+        .mean(dim=1)
+        .tolist()
+        for index, out in record.layers.items()
+    }
+    return {"tokens": [tokenizer.decode([token]) for token in shown], "on_full": on_full}
+
+
+def measure_missing(
+    cache: AdaptCache,
+    base: Path | None,
+    out: Path,
+    scale: Scale,
+    variants: list[Variant],
+    *,
+    is_chat: bool = False,
+    stop_at: float = float("inf"),
+) -> int:
+    """Measure what has no result yet; how many are left when time is over."""
+    tokenizer = load_tokenizer(str(cache.folder / "base" if base is None else base))
+    _check_same(out, _settings(cache, scale) | {"is_chat": is_chat})
+    missing = [v for v in variants if not (out / VARIANTS / v.name / RESULT).is_file()]
+    # those of an adapter together, so that it is loaded once; random ones after its own
+    missing.sort(key=lambda v: (v.adapter or "", v.random))
+    model: PreTrainedModel | None = None
+    loaded: str | None = None
+    for number, variant in enumerate(missing):
+        if time.time() >= stop_at:
+            say(f"time is over: {len(missing) - number} left; run the same command again")
+            return len(missing) - number
+        shares = read_shares(out, variant) if variant.random else None
+        folder = out / VARIANTS / variant.name
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"variant": variant.to_dict(), "is_chat": is_chat} | _settings(cache, scale)
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        if model is None or loaded != variant.adapter:
+            model = None  # before the next one comes
+            model, loaded = load_variant(cache, base, out, scale, variant.adapter), variant.adapter
+        result = measure_variant(
+            model, tokenizer, cache, scale, variant, shares=shares, is_chat=is_chat
+        )
+        (folder / PASSAGE).write_text(json.dumps(result.pop("passage"), indent=1) + "\n")
+        (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
+        row = result["text"]["lengths"][-1]
+        answers = result["facts"]["one"][-1]
+        say(
+            f"{number + 1}/{len(missing)} {variant.name}: attention {row['attention_share']:.3f}, "
+            f"loss {row['loss_increase']:+.4f}, facts {answers['accuracy']:.2f}, "
+            f"{result['seconds']:.0f} s"
+        )
+    return 0
+
+
+def _settings(cache: AdaptCache, scale: Scale) -> dict[str, Any]:
+    """What results must agree in to be compared."""
+    text = {k: v for k, v in cache.manifest.items() if k != "tokens"}
+    # settings of training are in the adapters
+    sizes = {k: v for k, v in asdict(scale).items() if k not in ("training", "decode_batch")}
+    return json.loads(json.dumps({"scale": sizes, "text": text}))
+
+
+def _check_same(out: Path, settings: dict[str, Any]) -> None:
+    """Results of one folder are of one text and one set of sizes."""
+    for path in (out / VARIANTS).glob(f"*/{CONFIG}"):
+        before = json.loads(path.read_text())
+        for name, value in settings.items():
+            if before[name] != value:
+                raise ConfigError(
+                    f"results of one folder must agree in their {name}, and that of {path} "
+                    "differs; give another --out"
+                )
+
+
+def read_shares(out: Path, variant: Variant) -> dict[int, Any]:
+    """Shares of full attention by layer, as measured of the adapter itself."""
+    path = out / VARIANTS / str(variant.adapter) / RESULT
+    if not path.is_file():
+        raise ConfigError(
+            f"{variant.name} has the shares of {variant.adapter}, which is not measured; measure "
+            f"that first, or leave out --variants"
+        )
+    routing = json.loads(path.read_text())["routing"]
+    return {int(index): share for index, share in routing.items()}
+
+
+def time_variants(
+    cache: AdaptCache,
+    base: Path | None,
+    out: Path,
+    scale: Scale,
+    names: list[str],
+    *,
+    clock: Clock | None = None,
+    stop_at: float = float("inf"),
+) -> int:
+    """Prefill and batched decoding of variants against their base; how many are left."""
+    model = load_variant(cache, base, out, scale, None)
+    known = {v.name: v for v in find_variants(out, scale, len(routers_of(model)))}
+    del model
+    text = cache.sequences("test")[:, : scale.length]
+    for number, name in enumerate(names):
+        path = out / VARIANTS / name / TIMES
+        if path.is_file():
+            continue
+        if time.time() >= stop_at:
+            say(f"time is over: {len(names) - number} left; run the same command again")
+            return len(names) - number
+        if name not in known:
+            raise ConfigError(f"a variant must be one of {', '.join(known)}, got {name!r}")
+        variant = known[name]
+        if variant.random or variant.cost is not None:
+            raise ConfigError(f"{name} only stands in for routes: its time means nothing")
+        model = load_variant(cache, base, out, scale, variant.adapter)
+        with in_force(model, variant):
+            rows = time_adapted(
+                model, text, scale.lengths, decode_batch=scale.decode_batch, clock=clock
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figures = {"device": _device_name(model), "dtype": str(model.dtype), "rows": rows}
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+        shown = [f"{r['phase']} {r['cache']} {r['length']}: {r['speedup']:.2f} x" for r in rows]
+        say(f"{name}: {'; '.join(shown)}")
+        del model
+    return 0
+
+
+def _device_name(model: PreTrainedModel) -> str:
+    is_cuda = model.device.type == "cuda"
+    return torch.cuda.get_device_name(model.device) if is_cuda else "CPU"

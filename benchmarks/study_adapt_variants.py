@@ -1,0 +1,377 @@
+"""What is compared: ways to route a pretrained model, and how each is put in force.
+
+A variant is plain data, made from the base alone, from the sensitivity of its layers, or from a
+trained adapter.
+
+Shapes: B batch, T sequence, G key-value heads that have routes of their own, E experts.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from study_adapt_data import AdaptCache, open_base
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meta_attention import adapt
+from meta_attention.adapt import (
+    AdaptConfig,
+    Router,
+    load_adapter,
+    load_base,
+    routed_as,
+    routers_of,
+)
+from meta_attention.adapt.adapters import CARD_FILE
+from meta_attention.errors import ConfigError, DataError
+from meta_attention.evaluation.forcing import ForcedController, ForcedPosterior
+
+ADAPTERS, SENSITIVITY = "adapters", "sensitivity.json"
+FULL, LOCAL = 0, 1  # of the experts of every router here
+EXPERTS = ("full", "local")
+# the target of the adapters whose thresholds are moved to other costs
+MOVED_FROM = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of the study."""
+
+    window_size: int = 256
+    num_sinks: int = 4
+    lengths: tuple[int, ...] = (2048, 4096, 8192)
+    """That are measured at; the last is what adapters are trained at."""
+    static_counts: tuple[int, ...] = (1, 3, 6, 9, 12, 15)
+    """How many of the most sensitive layers stay full."""
+    every: tuple[int, ...] = (3, 6)
+    """Every third layer stays full, every sixth."""
+    costs: tuple[float, ...] = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
+    """That thresholds are moved to, as shares of the base's attention FLOPs."""
+    questions: int = 10
+    """For each of five depths, length and kind."""
+    several: int = 6
+    """Facts of which one is asked for."""
+    sequences: int = 48
+    """That variants are measured on, at most."""
+    sensitivity_sequences: int = 8
+    calibration_sequences: int = 4
+    """Sequences that thresholds are set on."""
+    tokens_at_once: int = 32768
+    """Of a batch, in evaluation."""
+    passage: int = 96
+    """Tokens whose routes are drawn."""
+    decode_batch: int = 32
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of every training."""
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths)
+
+
+SCALES = {
+    "full": Scale(),
+    # the real model on a CPU, in an hour: to see that all is well, not to compare
+    "small": Scale(
+        lengths=(512, 1024),
+        static_counts=(3, 6),
+        every=(3,),
+        costs=(0.6,),
+        questions=1,
+        sequences=2,
+        sensitivity_sequences=1,
+        calibration_sequences=1,
+        tokens_at_once=1024,
+        decode_batch=2,
+        training={"steps": 4, "batch_size": 1, "log_every": 1},
+    ),
+    # seconds on a CPU: for tests
+    "tiny": Scale(
+        window_size=8,
+        num_sinks=2,
+        lengths=(272, 320),
+        static_counts=(1,),
+        every=(2,),
+        costs=(0.4,),
+        questions=1,
+        several=2,
+        sensitivity_sequences=2,
+        calibration_sequences=1,
+        tokens_at_once=640,
+        passage=16,
+        decode_batch=2,
+        training={"steps": 2, "batch_size": 2, "log_every": 1, "controller_hidden_size": 8},
+    ),
+}
+
+# what a training changes of the defaults of meta-attention adapt
+TRAININGS: dict[str, dict[str, Any]] = {
+    **{f"token-{cost:g}": {"target_cost": cost} for cost in (0.1, 0.15, 0.2, 0.25, 0.3)},
+    **{
+        f"kv-head-{cost:g}": {"target_cost": cost, "route_granularity": "kv_head"}
+        for cost in (0.1, 0.15, 0.2, 0.25, 0.3)
+    },
+    "prior-free-0.2": {"target_cost": 0.2, "controller": "prior_free"},
+    "token-lora-0.2": {"target_cost": 0.2, "lora_rank": 8},
+    "kv-head-lora-0.2": {"target_cost": 0.2, "route_granularity": "kv_head", "lora_rank": 8},
+    # weights of both experts, mixed; evaluated with a threshold on them
+    "soft": {"target_cost": None, "routing": "soft"},
+    # the static choice whose cost is nearest to a fifth, with the same LoRA as ours
+    "static-lora-0.2": {"lora_rank": 8, "static_cost": 0.2},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to route, by the names of what it is made from."""
+
+    name: str
+    family: str
+    """What it is compared as; those of ``study_adapt_report.FAMILIES``."""
+    adapter: str | None = None
+    """Name of the trained adapter it has."""
+    layers: tuple[str, ...] | None = None
+    """Expert of every layer, where routes are static."""
+    num_sinks: int | None = None
+    """Of the local expert, where it differs."""
+    random: bool = False
+    """Routes drawn with the shares of full attention that the adapter's layers have."""
+    cost: float | None = None
+    """Share of the base's attention FLOPs that a threshold is set to."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+
+def static_variants(
+    scale: Scale, sensitivity: Sequence[float] | None, num_layers: int
+) -> list[Variant]:
+    """Variants that nothing was trained for; those of the best layers need their sensitivity."""
+    found = [
+        Variant("full", "base", layers=("full",) * num_layers),
+        Variant("window", "window", layers=("local",) * num_layers),
+        Variant("window-no-sinks", "window", layers=("local",) * num_layers, num_sinks=0),
+    ]
+    found += [
+        Variant(f"every-{n}", "every", layers=keep_full(num_layers, range(n - 1, num_layers, n)))
+        for n in scale.every
+    ]
+    if sensitivity is not None:
+        order = by_sensitivity(sensitivity)
+        found += [
+            Variant(f"static-{k}", "static", layers=keep_full(num_layers, order[:k]))
+            for k in scale.static_counts
+            if k < num_layers
+        ]
+    return found
+
+
+def derived_variants(scale: Scale, name: str) -> list[Variant]:
+    """What is made of a trained adapter, itself first."""
+    training = TRAININGS.get(name, {})
+    if training.get("routing") == "soft":
+        return [
+            Variant(f"{name}-cut-{cost:g}", "soft cut", adapter=name, cost=cost)
+            for cost in scale.costs
+        ]
+    if "static_cost" in training:
+        # its routes are saved beside it
+        return [Variant(name, "static + LoRA", adapter=name)]
+    kind = "key-value head" if training.get("route_granularity") == "kv_head" else "token"
+    family = "prior-free" if training.get("controller") == "prior_free" else f"ours, {kind}"
+    lora = " + LoRA" if training.get("lora_rank") else ""
+    found = [Variant(name, family + lora, adapter=name)]
+    if family != "prior-free" and not lora:
+        found.append(Variant(f"{name}-random", "random", adapter=name, random=True))
+        if training.get("target_cost") == MOVED_FROM:
+            found += [
+                Variant(f"{name}-moved-{cost:g}", f"{family}, moved", adapter=name, cost=cost)
+                for cost in scale.costs
+            ]
+    return found
+
+
+def find_variants(out: Path, scale: Scale, num_layers: int) -> list[Variant]:
+    """All that can be measured now: of the base, and of the adapters that are finished."""
+    sensitivity = read_sensitivity(out)
+    variants = static_variants(scale, sensitivity, num_layers)
+    for name in finished_adapters(out):
+        own = derived_variants(scale, name)
+        routes = read_static_routes(out, name)
+        variants += own if routes is None else [replace(v, layers=routes) for v in own]
+    return variants
+
+
+def finished_adapters(out: Path) -> list[str]:
+    return sorted(path.parent.name for path in (out / ADAPTERS).glob(f"*/{CARD_FILE}"))
+
+
+def read_sensitivity(out: Path) -> list[float] | None:
+    """Loss increase with one layer local at a time, or None before it was measured."""
+    path = out / SENSITIVITY
+    return json.loads(path.read_text())["loss_increase"] if path.is_file() else None
+
+
+def read_static_routes(out: Path, name: str) -> tuple[str, ...] | None:
+    """Routes that an adapter was trained under, where it has no router."""
+    path = out / ADAPTERS / name / "routes.json"
+    return tuple(json.loads(path.read_text())) if path.is_file() else None
+
+
+def keep_full(num_layers: int, full: Sequence[int]) -> tuple[str, ...]:
+    return tuple("full" if index in full else "local" for index in range(num_layers))
+
+
+def by_sensitivity(sensitivity: Sequence[float]) -> list[int]:
+    """Layers, the most sensitive first."""
+    return sorted(range(len(sensitivity)), key=lambda index: -sensitivity[index])
+
+
+def nearest_static(sensitivity: Sequence[float], cost: float, local_cost: float) -> tuple[str, ...]:
+    """The most sensitive layers, as many as come nearest to a cost."""
+    num_layers = len(sensitivity)
+    costs = [(k + (num_layers - k) * local_cost) / num_layers for k in range(num_layers + 1)]
+    k = min(range(num_layers + 1), key=lambda k: abs(costs[k] - cost))
+    return keep_full(num_layers, by_sensitivity(sensitivity)[:k])
+
+
+def device_and_dtype() -> tuple[torch.device, torch.dtype]:
+    """A GPU in bfloat16, or a CPU in float32."""
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.bfloat16
+    return torch.device("cpu"), torch.float32
+
+
+def load_plain(cache: AdaptCache, base: Path | None) -> PreTrainedModel:
+    """The base on its device, not adapted."""
+    device, dtype = device_and_dtype()
+    model = load_base(str(open_base(cache, base)), dtype=dtype)
+    model.config._name_or_path = cache.base_name
+    model.to(device)  # type: ignore[arg-type]
+    return model.eval()
+
+
+def load_variant(
+    cache: AdaptCache, base: Path | None, out: Path, scale: Scale, adapter: str | None
+) -> PreTrainedModel:
+    """The base with an adapter, or with routers that are not trained."""
+    model = load_plain(cache, base)
+    if adapter is not None:
+        return load_adapter(model, out / ADAPTERS / adapter)
+    return adapt(model, adapt_config(scale))
+
+
+def adapt_config(scale: Scale, **changes: Any) -> AdaptConfig:
+    return AdaptConfig(
+        experts=EXPERTS,
+        window_size=scale.window_size,
+        num_sinks=scale.num_sinks,
+        cost_length=scale.length,
+        **changes,
+    )
+
+
+class ShareController(ForcedController):
+    """Draws full attention with a probability, the same for every token."""
+
+    def __init__(self, controller: nn.Module, share: Tensor, seed: int) -> None:
+        super().__init__(controller, FULL)
+        self.share, self.seed = share, seed  # share [] or [G]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
+        shape = (*x.shape[:2], *self.groups)
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.rand(shape, generator=generator) < self.share
+        expert = torch.where(drawn, FULL, LOCAL).to(x.device)
+        return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())
+
+
+class ThresholdController(ForcedController):
+    """Takes full attention where the belief in it is above a threshold."""
+
+    def __init__(self, controller: nn.Module, threshold: float) -> None:
+        super().__init__(controller, FULL)
+        self.threshold = threshold
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
+        belief = self.controller(x, position_ids).mean[..., FULL]
+        expert = torch.where(belief > self.threshold, FULL, LOCAL)
+        return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())
+
+
+@contextmanager
+def standing_in(model: nn.Module, make: Callable[[Router], nn.Module]) -> Iterator[None]:
+    """Other controllers in all routers, for a while."""
+    routers = routers_of(model)
+    before = [router.controller for router in routers]
+    try:
+        for router in routers:
+            router.controller = make(router)  # type: ignore[assignment]
+        yield
+    finally:
+        for router, controller in zip(routers, before, strict=True):
+            router.controller = controller
+
+
+@contextmanager
+def in_force(
+    model: PreTrainedModel,
+    variant: Variant,
+    *,
+    shares: Mapping[int, Any] | None = None,
+    threshold: float | None = None,
+) -> Iterator[None]:
+    """Route as a variant does.
+
+    Args:
+        model: As :func:`load_variant` gives it.
+        variant: What to put in force.
+        shares: Of random routes: share of full attention by layer, a number or one per head.
+        threshold: On the belief in full attention, where the variant has a cost.
+    """
+    with ExitStack() as stack:
+        if variant.layers is not None:
+            stack.enter_context(routed_as(model, dict(enumerate(variant.layers))))
+        if variant.num_sinks is not None:
+            stack.enter_context(_with_sinks(model, variant.num_sinks))
+        if variant.random:
+            if shares is None:
+                raise DataError(
+                    f"{variant.name} needs the shares of {variant.adapter}; measure that first"
+                )
+            stack.enter_context(routed_as(model, "hard"))
+            stack.enter_context(
+                standing_in(
+                    model,
+                    lambda router: ShareController(
+                        router.controller, torch.tensor(shares[router.layer_idx]), router.layer_idx
+                    ),
+                )
+            )
+        if variant.cost is not None:
+            if threshold is None:
+                raise ConfigError(f"{variant.name} needs a threshold; set one on held-out text")
+            stack.enter_context(routed_as(model, "hard"))
+            stack.enter_context(
+                standing_in(model, lambda router: ThresholdController(router.controller, threshold))
+            )
+        yield
+
+
+@contextmanager
+def _with_sinks(model: nn.Module, num_sinks: int) -> Iterator[None]:
+    experts: list[Any] = [router.experts[LOCAL] for router in routers_of(model)]
+    before = [expert.num_sinks for expert in experts]
+    try:
+        for expert in experts:
+            expert.num_sinks = num_sinks
+        yield
+    finally:
+        for expert, number in zip(experts, before, strict=True):
+            expert.num_sinks = number

@@ -1,0 +1,138 @@
+"""LoRA through PEFT: small changes to the attention projections, trained along with the router.
+
+PEFT puts them into the model in place, so the model stays of its class. The base is what it was
+while :func:`without_lora` holds.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from meta_attention.adapt.families import family_of
+from meta_attention.adapt.router import Router, routers_of
+from meta_attention.errors import BackendUnavailableError, ConfigError
+
+LORA_FOLDER = "lora"  # in an adapter's, as PEFT saves it
+NAME = "default"
+
+
+def require_peft(what: str) -> None:
+    """Raise unless PEFT is installed; ``what`` asks for it."""
+    if find_spec("peft") is None:
+        raise BackendUnavailableError(
+            f"{what} needs the package peft; run: pip install 'meta-attention[adapters]'"
+        )
+
+
+def add_lora(model: PreTrainedModel, rank: int) -> None:
+    """Give the projections of every adapted attention module a LoRA of this rank."""
+    require_peft("LoRA")
+    from peft import LoraConfig
+
+    targets = projections_of(model)
+    if not targets:
+        raise ConfigError(
+            f"LoRA changes projections of attention, but {type(model).__name__} has none that "
+            "PEFT knows; train without it"
+        )
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=targets,
+        # GPT-2 keeps its matrices the other way round
+        fan_in_fan_out=isinstance(model.get_submodule(targets[0]), Conv1D),
+    )
+    model.add_adapter(config, NAME)
+
+
+def projections_of(model: PreTrainedModel) -> list[str]:
+    """Names of the linear maps in adapted attention modules, those of routers left out."""
+    layers = {router.layer_idx for router in routers_of(model)}
+    modules = family_of(model.config).attention_modules(model)
+    adapted = {id(module) for index, module in enumerate(modules) if index in layers}
+    return [
+        f"{name}.{inner}"
+        for name, module in model.named_modules()
+        if id(module) in adapted
+        for inner, part in module.named_modules()
+        if isinstance(part, nn.Linear | Conv1D) and not inner.startswith("router")
+    ]
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether PEFT has put anything into a model."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """What LoRA learns."""
+    return [p for name, p in model.named_parameters() if ".lora_" in name]
+
+
+@contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """The projections as the base has them, for a while."""
+    if not has_lora(model):
+        yield
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    changed = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
+    before = [m._disable_adapters for m in changed]
+    for module in changed:
+        # not enable_adapters, which would also change what learns
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, was in zip(changed, before, strict=True):
+            module._disable_adapters = was
+
+
+def learns(model: nn.Module, *, routers: bool, lora: bool) -> None:
+    """Let routers, LoRA or both learn, and nothing else."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, Router):
+            for parameter in module.parameters():
+                parameter.requires_grad_(routers)
+    for parameter in lora_parameters(model):
+        parameter.requires_grad_(lora)
+
+
+def save_lora(model: PreTrainedModel, folder: Path, base: str | None) -> None:
+    """Write it as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    By itself it is an adapter of PEFT for the model called ``base``.
+    """
+    from peft import get_peft_model_state_dict
+
+    own = folder / LORA_FOLDER
+    own.mkdir(exist_ok=True)
+    # told that no token was added, PEFT does not look for the base to compare vocabularies
+    state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    tensors = {
+        f"base_model.model.{name}": tensor.detach().cpu().contiguous()
+        for name, tensor in state.items()
+    }
+    save_file(tensors, own / "adapter_model.safetensors", metadata={"format": "pt"})
+    configs: Any = model.peft_config
+    config = copy.copy(configs[NAME])
+    # not where it happens to lie
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(str(own))
+
+
+def load_lora(model: PreTrainedModel, folder: Path) -> None:
+    """Put in what :func:`save_lora` wrote."""
+    require_peft(f"{folder}, which was trained with LoRA,")
+    model.load_adapter(str(folder / LORA_FOLDER), adapter_name=NAME)

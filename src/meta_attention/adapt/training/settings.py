@@ -1,0 +1,132 @@
+"""All that determines the training of a router."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, get_args
+
+from meta_attention.adapt.config import AdaptConfig
+from meta_attention.config import ControllerName, RouteGradient, RouteGranularity
+from meta_attention.errors import ConfigError
+from meta_attention.training.schedule import Schedule
+from meta_attention.training.settings import NO_WEIGHT, RunSettings
+
+LossName = Literal["distill", "lm", "both"]
+
+# longest block by default: longer ones cost memory, and most texts are shorter
+DEFAULT_LENGTH = 8192
+# the base has the capability, so pressing may start early
+KL_WEIGHT = Schedule(0.0, 0.02, 0.1, 0.4)
+# with less, 300 steps are few to leave full attention
+MAX_LR = 3e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RouterSettings(RunSettings):
+    """Settings of a router's training; those of :class:`RunSettings` have defaults here."""
+
+    MAY_CHANGE: ClassVar[frozenset[str]] = RunSettings.MAY_CHANGE | {"model"}
+
+    model: str = ""
+    """Name or folder of the base; where it lies may change, its weights may not."""
+    length: int | None = None
+    """Tokens of a block; None: 8192, or what the base can take if that is less."""
+
+    # routing, as AdaptConfig has it
+    experts: tuple[str, ...] = ("full", "local")
+    window_size: int = 256
+    num_sinks: int = 4
+    layers: tuple[int, ...] | None = None
+    route_granularity: RouteGranularity = "token"
+    route_gradient: RouteGradient = "all"
+    controller: ControllerName = "bayesian"
+    controller_hidden_size: int = 64
+    prior_strength: float = 1.0
+    prior_floor: float = 0.01
+
+    # objective
+    loss: LossName = "distill"
+    """``"distill"``: divergence from the base's predictions. ``"lm"``: loss on the text.
+    ``"both"``: their mean."""
+    target_cost: float | None = 0.2
+    hold: float = 1.0
+    """Weight of the square of the share by which a batch costs less than the target. What makes
+    routes cheap can only press less, never pull back."""
+    argmax_from: float = 0.8
+    """Share of training after which routes are those of evaluation, no longer drawn."""
+
+    # LoRA, where it is asked for
+    lora_rank: int = 0
+    lora_lr: float = 2e-4
+
+    kl_weight: Schedule = KL_WEIGHT
+    steps: int = 300
+    batch_size: int = 4
+    lr: float | None = None  # type: ignore[assignment]
+    """Of routers; None: 0.003, or 2 / width of the base where that is less. Adam moves every weight
+    of a controller by as much in a step, so what it makes of a token moves with the width."""
+    warmup: int = 10
+    weight_decay: float = 0.01
+    eval_every: int = 100
+    save_every: int = 100
+
+    def __post_init__(self) -> None:
+        # by name: the class that a dataclass with slots is made into is another one
+        RunSettings.__post_init__(self)
+        if self.loss not in get_args(LossName):
+            raise ConfigError(f"loss must be distill, lm or both, got {self.loss!r}")
+        if not 0.0 <= self.argmax_from <= 1.0:
+            raise ConfigError(f"argmax_from must be a share of training, got {self.argmax_from}")
+        if not 0.0 <= self.hold < float("inf"):
+            raise ConfigError(f"hold must be >= 0, got {self.hold}")
+        if self.lora_rank < 0:
+            raise ConfigError(f"lora_rank must be >= 0, got {self.lora_rank}; 0: no LoRA")
+        if not 0.0 < self.lora_lr < float("inf"):
+            raise ConfigError(f"lora_lr must be > 0, got {self.lora_lr}")
+        if self.length is not None and self.length < 2:
+            raise ConfigError(f"length must be >= 2, got {self.length}: one token predicts nothing")
+        if not self.eval_every:
+            raise ConfigError("eval_every must be >= 1: an adapter says what was measured of it")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Settings that were given, and defaults that fit them.
+
+        A shorter run has a warm-up of at most a tenth of it, and is evaluated and saved at its end;
+        what presses a prior-free controller is its cost, as the KL would have; routes that learn
+        from the chosen expert alone are drawn to the end.
+        """
+        given = dict(values)
+        steps = given.get("steps", 0)
+        if steps > 0:
+            given.setdefault("warmup", min(10, steps // 10))
+            given.setdefault("eval_every", min(100, steps))
+            given.setdefault("save_every", min(100, steps))
+        if given.get("route_gradient") == "chosen":
+            given.setdefault("argmax_from", 1.0)
+        if given.get("controller") == "prior_free":
+            kl_weight = given.get("kl_weight", KL_WEIGHT)
+            if given.get("cost_weight", NO_WEIGHT).end == 0.0:
+                given["cost_weight"] = kl_weight
+            given["kl_weight"] = NO_WEIGHT
+        return cls(**given)
+
+    def lr_for(self, width: int) -> float:
+        """The learning rate, where none was given one that fits the width of the base."""
+        return min(MAX_LR, 2.0 / width) if self.lr is None else self.lr
+
+    def adapt_config(self, length: int) -> AdaptConfig:
+        """How the base is routed; costs are counted at the training length."""
+        return AdaptConfig(
+            experts=self.experts,
+            window_size=self.window_size,
+            num_sinks=self.num_sinks,
+            layers=self.layers,
+            route_granularity=self.route_granularity,
+            route_gradient=self.route_gradient,
+            controller=self.controller,
+            controller_hidden_size=self.controller_hidden_size,
+            prior_strength=self.prior_strength,
+            prior_floor=self.prior_floor,
+            start_expert="full" if "full" in self.experts else None,
+            cost_length=length,
+        )

@@ -1,0 +1,124 @@
+"""Time of an adapted model against its base: a prefill, and a step of batched decoding.
+
+Both run the same text, as routes depend on it, in the same process, the base by the attention it
+was loaded with. A cache of Transformers grows by copying itself at every step ("dynamic", what
+``generate`` takes), or has room from the start ("static").
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from meta_attention.bench.timing import Clock
+from meta_attention.errors import ConfigError
+from meta_attention.evaluation.compare import as_base, check_lengths
+from meta_attention.evaluation.perplexity import Advance, evaluating
+
+CACHES = ("dynamic", "static")
+# calls of a clock beside those it counts
+WARM_UP = 4
+
+
+def time_adapted(
+    model: PreTrainedModel,
+    sequences: Tensor,
+    lengths: Sequence[int],
+    *,
+    prefill_batch: int = 1,
+    decode_batch: int = 8,
+    caches: Sequence[str] = CACHES,
+    clock: Clock | None = None,
+    advance: Advance = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """Milliseconds of the base and the adapted model, and their ratio, a row per measurement.
+
+    Args:
+        model: The adapted model, on the device and in the dtype to measure.
+        sequences: Text ``[N, T]``; rows are repeated to fill a batch.
+        lengths: At most T each. A step of decoding is timed at the end of such a length.
+        prefill_batch: Rows of a prefill; 0 leaves it out.
+        decode_batch: Rows of a step; 0 leaves it out.
+        caches: Kinds of cache to decode with.
+        clock: What measures.
+        advance: Called with the measurements made so far and in all.
+    """
+    check_lengths(model, lengths, sequences.shape[1])
+    for cache in caches:
+        if cache not in CACHES:
+            raise ConfigError(f"caches must be of {', '.join(CACHES)}, got {cache!r}")
+    clock = clock or Clock(model.device, budget_ms=1000.0, min_runs=4, max_runs=16)
+    kinds = [("prefill", "dynamic")] if prefill_batch else []
+    kinds += [("decode", cache) for cache in caches] if decode_batch else []
+    # measured at the longest length first: what does not fit is known at once
+    plan = [(length, *kind) for length in sorted(lengths, reverse=True) for kind in kinds]
+    rows = []
+    with evaluating(model):
+        for length, phase, cache in plan:
+            batch = prefill_batch if phase == "prefill" else decode_batch
+            ids = _rows(sequences, batch)[:, :length].to(model.device)
+            times = {}
+            for name in ("base", "adapted"):
+                way: AbstractContextManager[None] = (
+                    as_base(model) if name == "base" else nullcontext()
+                )
+                with way:
+                    call = (
+                        _prefill(model, ids)
+                        if phase == "prefill"
+                        else _step(model, ids, cache, WARM_UP + 2 * clock.max_runs)
+                    )
+                    times[name] = clock.time(call)
+                    # its cache goes before the next one comes
+                    del call
+            rows.append(
+                {
+                    "phase": phase,
+                    "cache": cache,
+                    "length": length,
+                    "batch": batch,
+                    **{f"{name}_ms": timing.median_ms for name, timing in times.items()},
+                    "speedup": times["base"].median_ms / times["adapted"].median_ms,
+                    "timings": {name: asdict(timing) for name, timing in times.items()},
+                }
+            )
+            advance(len(rows), len(plan))
+    return sorted(rows, key=lambda row: row["length"])
+
+
+def _rows(sequences: Tensor, batch: int) -> Tensor:
+    return sequences[torch.arange(batch) % len(sequences)]
+
+
+def _prefill(model: PreTrainedModel, ids: Tensor) -> Callable[[], object]:
+    return lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def _step(model: PreTrainedModel, ids: Tensor, kind: str, steps: int) -> Callable[[], object]:
+    """Decode the next token of every row; so many steps fit, the last at the end of the text."""
+    T = ids.shape[1]
+    if steps >= T:
+        raise ConfigError(f"lengths must be above {steps}, the steps that are timed, got {T}")
+    config = model.config.get_text_config()
+    cache = (
+        StaticCache(config=config, max_cache_len=T)
+        if kind == "static"
+        else DynamicCache(config=config)
+    )
+    begin = T - steps
+    model(input_ids=ids[:, :begin], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    done = 0
+
+    def step() -> object:
+        nonlocal done
+        at = begin + done
+        done += 1
+        return model(
+            input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits
+
+    return step

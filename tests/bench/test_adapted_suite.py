@@ -1,0 +1,75 @@
+"""Times of adapted models: both sides run, on the same text, to the end of it."""
+
+import pytest
+import torch
+
+from meta_attention import adapt
+from meta_attention.adapt import collect_routing
+from meta_attention.bench.adapted_suite import time_adapted
+from meta_attention.bench.timing import Clock
+from meta_attention.errors import ConfigError
+from meta_attention.testing.pretrained import build_base, draw_tokens, randomise_controllers
+
+
+def make_model(name="llama", **options):
+    model = adapt(build_base(name, **options), window_size=4)
+    randomise_controllers(model)
+    return model
+
+
+def clock():
+    return Clock(torch.device("cpu"), budget_ms=1.0, min_runs=2, max_runs=2)
+
+
+# gpt2 has no positions beyond its longest length
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_prefill_and_decoding_are_timed_at_every_length(name):
+    model, text = make_model(name), draw_tokens(2, 64)
+    rows = time_adapted(model, text, [32, 64], prefill_batch=1, decode_batch=3, clock=clock())
+    assert [(row["length"], row["phase"], row["cache"], row["batch"]) for row in rows] == [
+        (length, *kind)
+        for length in (32, 64)
+        for kind in (("prefill", "dynamic", 1), ("decode", "dynamic", 3), ("decode", "static", 3))
+    ]
+    for row in rows:
+        assert row["speedup"] == pytest.approx(row["base_ms"] / row["adapted_ms"])
+        assert row["timings"]["adapted"]["runs"] == 4
+
+
+def test_only_one_of_both_is_routed(monkeypatch):
+    """The base must not be timed with our attention, nor the adapted model without."""
+    model, text = make_model(), draw_tokens(1, 64)
+    layers = []
+
+    class Watch(Clock):
+        def time(self, call):
+            with collect_routing(model) as record:
+                timing = super().time(call)
+            layers.append(len(record.layers))
+            return timing
+
+    watch = Watch(torch.device("cpu"), budget_ms=1.0, min_runs=2, max_runs=2)
+    time_adapted(model, text, [64], clock=watch, decode_batch=1)
+    # prefill, then both caches: base, adapted
+    assert layers == [0, 2] * 3
+
+
+def test_phases_may_be_left_out_and_mistakes_are_one_sentence():
+    model, text = make_model(), draw_tokens(1, 64)
+    (row,) = time_adapted(model, text, [64], decode_batch=0, clock=clock())
+    assert row["phase"] == "prefill"
+    (row,) = time_adapted(model, text, [64], prefill_batch=0, caches=["static"], clock=clock())
+    assert (row["phase"], row["cache"]) == ("decode", "static")
+    with pytest.raises(ConfigError, match="caches must be of dynamic, static"):
+        time_adapted(model, text, [64], caches=["paged"], clock=clock())
+    with pytest.raises(ConfigError, match="lengths must be above 8"):
+        time_adapted(model, text, [8], clock=clock())
+
+
+@pytest.mark.gpu
+def test_both_run_in_half_precision_on_a_gpu():
+    # heads as wide as kernels are made for
+    model = make_model(hidden_size=256).to("cuda", torch.bfloat16)
+    rows = time_adapted(model, draw_tokens(2, 64), [64], decode_batch=4)
+    assert len(rows) == 3
+    assert all(row["base_ms"] > 0.0 < row["adapted_ms"] for row in rows)

@@ -1,0 +1,152 @@
+"""``meta-attention adapt``, and what is done with an adapter."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from meta_attention.adapt import load_adapter
+from meta_attention.errors import ConfigError, DataError
+from meta_attention.testing.pretrained import build_base
+from meta_attention.training.corpus import Corpus
+from meta_attention.training.tokenizer import build_tokenizer
+
+SHORT = (
+    *("--length", 32, "--window-size", 4, "--num-sinks", 1, "--target-cost", 0.6),
+    *("--steps", 6, "--batch-size", 2, "--eval-every", 3, "--save-every", 3, "--max-bytes", 4000),
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with a small model and its tokenizer, as from_pretrained takes it."""
+    folder = tmp_path_factory.mktemp("base") / "tiny-llama"
+    tokenizer = build_tokenizer("bytes", Corpus("none", [""]))
+    build_base("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(300)))
+    return path
+
+
+@pytest.fixture
+def adapter(run, base, text, tmp_path):
+    """An adapter that the command has trained."""
+    folder = tmp_path / "adapter"
+    result = run("adapt", base, "--data", text, "--out", folder, *SHORT, "--json")
+    assert result.exit_code == 0, result.exception
+    return folder, json.loads(result.stdout)
+
+
+def test_an_adapter_is_trained_measured_and_loaded(adapter, base, text):
+    folder, record = adapter
+    assert record["out"] == str(folder)
+    assert record["finished"]
+    assert record["steps"] == 6
+    assert record["settings"]["model"] == str(base)
+    assert record["metrics"]["base_loss"] > 0.0
+    # the adapter is handed on, and says nothing of where its parts lay
+    assert str(base.parent) not in (folder / "adapter.json").read_text()
+    assert str(text.parent) not in (folder / "adapter.json").read_text()
+    assert "of held-out text (text.txt" in (folder / "README.md").read_text()
+    model = load_adapter(AutoModelForCausalLM.from_pretrained(base), folder)
+    assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, model.config.vocab_size)
+
+
+def test_the_terminal_shows_a_table(run, base, text, tmp_path):
+    flags = ("--layers", "1", "--granularity", "kv_head", "--route-gradient", "chosen")
+    result = run("adapt", base, "--data", text, "--out", tmp_path / "a", *SHORT, *flags)
+    assert result.exit_code == 0, result.exception
+    for part in ("parameters trained beside", "held out", "the base", "of the base's FLOPs at 32"):
+        assert part in result.stdout
+    assert "Adapted layers: share of tokens" in result.stdout
+    assert "note: that is above the target 0.6" in result.stdout
+
+
+def test_a_run_goes_on_where_it_is(run, adapter):
+    folder, _ = adapter
+    result = run("adapt", "--out", folder, "--resume", "--json")
+    assert result.exit_code == 0, result.exception
+    assert json.loads(result.stdout[result.stdout.index("{") :])["finished"]
+
+
+def test_generate_and_inspect_take_an_adapter(run, adapter, base):
+    folder, _ = adapter
+    model = ("--adapter", folder, "--base", base)
+    result = run("generate", *model, "--prompt", "5 squared", "--greedy", "--max-new-tokens", 4)
+    assert result.exit_code == 0, result.exception
+    assert result.stdout.startswith("5 squared")
+    result = run("inspect", *model, "--text", "5 squared is 25.", "--json")
+    assert result.exit_code == 0, result.exception
+    inspection = json.loads(result.stdout)
+    assert "".join(inspection["tokens"]) == "5 squared is 25."
+    assert [layer["experts"] for layer in inspection["layers"]] == [["full", "local"]] * 2
+    result = run("inspect", *model, "--text", "5 squared is 25.")
+    assert "layer 0" in result.stdout
+
+
+def test_the_base_may_be_what_the_card_says(run, adapter, base, monkeypatch):
+    """A folder is named by its last part only, which is found where it lies."""
+    folder, _ = adapter
+    monkeypatch.chdir(base.parent)
+    result = run("generate", "--adapter", folder, "--prompt", "5", "--max-new-tokens", 2)
+    assert result.exit_code == 0, result.exception
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "message"),
+    [
+        ([], ConfigError, "name a model to adapt"),
+        (["{base}"], ConfigError, "must have a model and text"),
+        (["./nothing", "--data", "{text}"], DataError, "must be a causal language model"),
+        (["all-minilm-l6-v2", "--data", "{text}"], None, ""),
+        (["{base}", "--data", "no.txt"], DataError, "no file, folder or glob matches 'no.txt'"),
+        (["{base}", "--data", "{text}", "--length", "65"], ConfigError, "at most the 64 positions"),
+        (["{base}", "--data", "{text}", "--layers", "x"], ConfigError, "--layers must be indices"),
+        (
+            ["{base}", "--data", "{text}", "--length", "32", "--target-cost", "0.01"],
+            ConfigError,
+            "target_cost must be between",
+        ),
+        (["{base}", "--data", "{text}", "--kl-weight", "up"], ConfigError, "a schedule must be"),
+        (["{base}", "--out", "{base}", "--data", "{text}"], ConfigError, "already holds a run"),
+        (["--out", "nowhere", "--resume"], ConfigError, "there must be a run to resume"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_adapted_is_one_sentence(
+    flags, error, message, run, base, text, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = run("adapt", *(flag.format(base=base, text=text) for flag in flags))
+    if error is None:
+        # an encoder where it is installed, and what to install where it is not
+        error = (ConfigError, DataError)
+    assert isinstance(result.exception, error)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+    assert not list(tmp_path.rglob("run.json"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "a"], "exactly one of a checkpoint and --adapter"),
+        (["x", "--base", "y", "--prompt", "a"], "--base is the model of an --adapter"),
+        (["x", "--adapter", "y", "--prompt", "a"], "exactly one of a checkpoint and --adapter"),
+    ],
+)
+def test_a_model_to_run_is_named_once(flags, message, run):
+    result = run("generate", *flags)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_help_has_examples(run):
+    assert "meta-attention adapt smollm2-135m-instruct --data" in run("adapt", "--help").output
