@@ -91,7 +91,7 @@ def adapt(
     ] = None,
     lr: Annotated[
         float | None,
-        _flag("highest learning rate of the routers; default: by width, at most 0.003"),
+        _flag("highest learning rate of the routers; default: by width, at most 0.01"),
     ] = None,
     warmup: Annotated[int | None, _flag("steps until it is reached", min=0)] = None,
     weight_decay: Annotated[float | None, _flag("weight decay of AdamW", min=0.0)] = None,
