@@ -51,6 +51,7 @@ def linear_attention_bwd_query_kernel(
     packed_g_ptr,  # [B, H, T, P]
     packed_pull_ptr,  # [B, H, T] float32
     decay_terms_ptr,  # [column tiles, B, H, N * CHUNK] float32
+    skip_terms_ptr,  # [B, H, T] float32
     stride_qb,
     stride_qt,
     stride_qh,
@@ -73,6 +74,7 @@ def linear_attention_bwd_query_kernel(
     stride_rb,
     stride_rg,
     num_ranks,
+    skip_ptr,
     T,
     K,
     N,
@@ -85,6 +87,7 @@ def linear_attention_bwd_query_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_LIST: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     NORMALISE: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -150,6 +153,11 @@ def linear_attention_bwd_query_kernel(
     # through the chunk up to each row
     features_ptr += (b * T * K + bk % K) * P
     value_ptr += b * stride_vb + bk % K * stride_vh
+    if HAS_SKIP:
+        if tl.program_id(1) == 0:
+            own = load_tile(value_ptr, t, p, stride_vt, is_query, P).to(tl.float32)
+            terms = tl.sum(g.to(tl.float32) * own, 1)
+            tl.store(skip_terms_ptr + bh * T + t, terms, mask=is_row)
     last = tl.max(tl.where(is_row, t, 0), 0)
     for s0 in range(start, last + 1, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
@@ -297,6 +305,7 @@ def linear_attention_bwd_key_kernel(
     stride_rb,
     stride_rg,
     num_ranks,
+    skip_ptr,
     T,
     K,
     N,
@@ -309,6 +318,7 @@ def linear_attention_bwd_key_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_LIST: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     NORMALISE: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -386,6 +396,10 @@ def linear_attention_bwd_key_kernel(
                 to_row = tl.exp(tl.minimum(past_t[None, :] - past_s[:, None], 0.0))
                 scores = scores * to_row
                 d_scores = d_scores * to_row
+            if HAS_SKIP:
+                # a row sees its own value as if its score were larger by as much
+                skip = tl.load(skip_ptr + bh % (K * GROUP))
+                scores += tl.where(s[:, None] == t[None, :], skip, 0.0)
             scores = tl.where(sees, scores, 0.0).to(COMPUTE)
             d_scores = tl.where(sees, d_scores, 0.0).to(COMPUTE)
             if BLOCK_C != BLOCK_P:
