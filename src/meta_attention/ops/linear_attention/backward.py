@@ -153,11 +153,6 @@ def linear_attention_bwd_query_kernel(
     # through the chunk up to each row
     features_ptr += (b * T * K + bk % K) * P
     value_ptr += b * stride_vb + bk % K * stride_vh
-    if HAS_SKIP:
-        if tl.program_id(1) == 0:
-            own = load_tile(value_ptr, t, p, stride_vt, is_query, P).to(tl.float32)
-            terms = tl.sum(g.to(tl.float32) * own, 1)
-            tl.store(skip_terms_ptr + bh * T + t, terms, mask=is_row)
     last = tl.max(tl.where(is_row, t, 0), 0)
     for s0 in range(start, last + 1, BLOCK_S):
         s = s0 + tl.arange(0, BLOCK_S)
@@ -182,6 +177,9 @@ def linear_attention_bwd_query_kernel(
         u = features(q, is_query[:, None] & (p < P)[None, :], NORMALISE).to(COMPUTE)
         packed = ((bh * T + slot) * P)[:, None] + p[None, :]
         tl.store(packed_u_ptr + packed, u, mask=is_row[:, None] & (p < P)[None, :])
+        if HAS_SKIP:
+            own = load_tile(value_ptr, t, p, stride_vt, is_query, P).to(tl.float32)
+            tl.store(skip_terms_ptr + bh * T + t, tl.sum(g.to(tl.float32) * own, 1), mask=is_row)
     if BLOCK_C != BLOCK_P:
         q = load_tile(query_ptr, t, c, stride_qt, is_query, P).to(tl.float32) - shift[:, None]
     used = is_row[:, None] & (c < P)[None, :]
