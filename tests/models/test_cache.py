@@ -183,6 +183,7 @@ def test_the_gate_of_these_tests_lets_some_tokens_through(make_model, tokens):
         "gated, prior-free",
         "gated, by head, all experts",
         "sinks, all experts",
+        "gated, by head, two states",
     ):
         weights = one_pass(make_model(**EXPERT_SETS[name]), tokens()).routing_weights
         is_hard = torch.stack([(layer == 1).any(dim=-1) for layer in weights])
@@ -227,14 +228,15 @@ def test_a_row_may_begin_after_the_prompt(make_model, tokens, cache):
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("state", ["linear", "ssm"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("masks", ["for all", "for the prompt"])
-def test_right_padded_prompts_go_on(make_model, tokens, masks, cache):
+def test_right_padded_prompts_go_on(make_model, tokens, masks, cache, state):
     """Prompts of different lengths, padded on the right, then tokens for all rows.
 
     Not with local attention: its window counts positions, those of padding between two tokens too.
     """
-    model, ids = make_model(experts=("full", "linear"), expert_costs=(1.0, 0.2)), tokens()
+    model, ids = make_model(experts=("full", state), expert_costs=(1.0, 0.2)), tokens()
     mask = torch.ones_like(ids)
     mask[0, 10:16] = 0
     cache, parts = CACHES[cache](model.config), []
