@@ -30,7 +30,7 @@ def make_model():
         for name, weight in model.named_parameters():
             # new, these are the same in all channels, or nothing, or forget next to nothing
             if "short_conv" in name or name.endswith("k_proj.bias") or "rates" in name:
-                torch.nn.init.normal_(weight)
+                torch.nn.init.normal_(weight, mean=-2.0 if name.endswith("step_bias") else 0.0)
         return model
 
     return make

@@ -161,6 +161,9 @@ def padding_of(kind, B=2, T=24):
 @pytest.mark.parametrize("cache", CACHES)
 def test_decode_equals_prefill(make_model, tokens, cache, experts, chunks, padding):
     model, ids, mask = make_model(**EXPERT_SETS[experts]), tokens(), padding_of(padding)
+    if "ssm" in model.config.experts:
+        # which is not normalised, so that rounding grows as well
+        model = model.double()
     whole = one_pass(model, ids, mask)
     logits, weights = in_chunks(model, ids, CHUNKS[chunks], mask, cache=cache)
     is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
