@@ -102,9 +102,9 @@ def main():
     skip = torch.zeros(H, requires_grad=True)
     documents = torch.ones(B, T, dtype=torch.long)
     rows, _ = linear_attention_triton(
-        *heads, documents, None, decay, False, plan.list_of(2), None, skip
+        *narrow, documents, None, decay, False, plan.list_of(2), None, skip
     )
-    torch.autograd.grad(rows.sum(), [*heads, decay, skip])
+    torch.autograd.grad(rows.sum(), [*narrow, decay, skip])
 
     x = torch.zeros(B, T, 256, dtype=half)
     network = Network(torch.zeros(64, 258), torch.zeros(64), torch.zeros(3, 64), torch.zeros(3))
