@@ -224,9 +224,11 @@ def test_a_step_leaves_what_others_hold_of_the_cache(make_model, tokens):
                 out.logits.sum().backward()
 
 
+@pytest.mark.parametrize("kind", ["soft", "ssm"])
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
-def test_steps_run_under_autocast(make_model, tokens, static):
-    model, ids = make_model(), tokens()
+def test_steps_run_under_autocast(make_model, tokens, static, kind):
+    # soft: a hard route may turn over
+    model, ids = make_model(**(MODELS[kind] | {"routing": "soft"})), tokens()
     cache = static_cache(model) if static else MetaAttentionCache(model.config)
     expected = model(ids, use_cache=False).logits
     with torch.autocast("cpu", torch.bfloat16):

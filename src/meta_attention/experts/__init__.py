@@ -13,7 +13,7 @@ from meta_attention.experts.base import (
 )
 from meta_attention.experts.full import FullAttention
 from meta_attention.experts.gated import GatedFullAttention
-from meta_attention.experts.linear import LinearAttention, LinearStateExpert
+from meta_attention.experts.linear import LinearAttention, LinearStateExpert, StateInputs
 from meta_attention.experts.local import LocalAttention
 from meta_attention.experts.ssm import SelectiveStateSpace, StateSpaceRates
 
@@ -32,6 +32,7 @@ __all__ = [
     "RecurrentExpert",
     "SelectiveStateSpace",
     "SoftmaxExpert",
+    "StateInputs",
     "StateSpaceRates",
     "build_experts",
     "expert_costs",
