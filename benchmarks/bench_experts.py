@@ -22,21 +22,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from meta_attention import Heads, MetaAttentionConfig
-from meta_attention.experts import Expert, GatedFullAttention, RecurrentExpert, build_experts
+from meta_attention.experts import (
+    Expert,
+    GatedFullAttention,
+    RecurrentExpert,
+    SelectiveStateSpace,
+    build_experts,
+)
 from meta_attention.testing import (
     naive_full_attention,
     naive_linear_attention,
     naive_local_attention,
+    naive_state_space,
 )
 
 D, HEADS, WINDOW = 128, 4, 256
-EXPERTS = ("full", "gated_full", "linear", "local")
+EXPERTS = ("full", "gated_full", "linear", "local", "ssm")
 LENGTHS = (1024, 4096, 16384, 65536)
 BASE = 4096  # times per token are relative to this length
 MIB = 2**20
@@ -70,6 +78,11 @@ def check(name: str) -> None:
         expected = naive_local_attention(*exact, window=WINDOW, causal=True)
     elif name == "linear":
         expected = naive_linear_attention(*exact, causal=True)
+    elif isinstance(expert, SelectiveStateSpace):
+        rates = expert.rates
+        step = F.softplus(expert.step_proj(x) + rates.step_bias).double()
+        rate, skip = rates.log_rate.double().exp(), rates.skip.double()
+        expected, _ = naive_state_space(*exact, step=step, rate=rate, skip=skip)
     else:
         expected = naive_full_attention(*exact, causal=True)
     if isinstance(expert, GatedFullAttention):

@@ -5,6 +5,9 @@
 Exits with an error where a result is not finite; what is out of bounds the checker reports.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -25,6 +28,7 @@ def run_lists(
     masked: bool,
     num_sinks: int = 0,
     softcap: float | None = None,
+    forgets: bool = False,
 ) -> None:
     """Plan, softmax and linear experts, merge, forward and backward."""
     query, key, value = heads = [
@@ -50,24 +54,40 @@ def run_lists(
         softcap=softcap,
     )
     softmax = [rows] if is_exclusive else list(rows)
-    linear, _ = linear_attention(query, key, value, causal=True, mask=seen, queries=plan.list_of(2))
+    space: dict[str, Any] = {}
+    if forgets:
+        space = {"decay": -torch.rand(B, T, K, device="cuda"), "skip": torch.rand(H, device="cuda")}
+        space = {name: x.requires_grad_() for name, x in space.items()} | {"normalise": False}
+    linear, _ = linear_attention(
+        query, key, value, causal=True, mask=seen, queries=plan.list_of(2), **space
+    )
     if is_exclusive:
         merged = rows + linear
     else:
         merged = route_merge(weights, [x.flatten(2) for x in (*softmax, linear)], only_listed=True)
-    gradients = torch.autograd.grad(merged.float().square().sum(), heads)
+    used = [*heads, *(x for x in space.values() if isinstance(x, torch.Tensor))]
+    gradients = torch.autograd.grad(merged.float().square().sum(), used)
     for tensor in (merged, *gradients):
         assert tensor.isfinite().all(), (P, dtype, is_exclusive, masked)
 
 
 def run_decode(
-    P: int, dtype: torch.dtype, *, num_sinks: int = 0, softcap: float | None = None
+    P: int,
+    dtype: torch.dtype,
+    *,
+    num_sinks: int = 0,
+    softcap: float | None = None,
+    forgets: bool = False,
 ) -> None:
     query = torch.randn(B, H, P, device="cuda", dtype=dtype)
     new_key, new_value = torch.randn(2, B, K, P, device="cuda", dtype=dtype)
     key, value = torch.randn(2, B, K, T, P, device="cuda", dtype=dtype)
     state = torch.rand(B, K, P, P + 1, device="cuda")
     weights = torch.tensor([[1.0, 0.0, 0.0], [0.2, 0.3, 0.5]], device="cuda")
+    linear = LinearStep(2, query, new_key, new_value, state)
+    if forgets:
+        decay, skip = -torch.rand(B, K, device="cuda"), torch.rand(H, device="cuda")
+        linear = replace(linear, decay=decay, skip=skip, normalise=False)
     rows = routed_decode(
         query,
         key,
@@ -75,7 +95,7 @@ def run_decode(
         weights,
         {0: None, 1: WINDOW},
         length=torch.tensor(T - 5, device="cuda", dtype=torch.int32),
-        linear=LinearStep(2, query, new_key, new_value, state),
+        linear=linear,
         num_sinks=num_sinks,
         softcap=softcap,
     )
@@ -89,7 +109,9 @@ def main() -> None:
     run_lists(64, torch.float16, is_exclusive=True, masked=True)
     run_lists(64, torch.bfloat16, is_exclusive=True, masked=False, num_sinks=4)
     run_lists(64, torch.bfloat16, is_exclusive=False, masked=True, num_sinks=4, softcap=50.0)
+    run_lists(64, torch.bfloat16, is_exclusive=True, masked=True, forgets=True)
     run_decode(128, torch.bfloat16)
+    run_decode(128, torch.bfloat16, forgets=True)
     run_decode(64, torch.bfloat16, num_sinks=4, softcap=50.0)
     torch.cuda.synchronize()
     print("every kernel ran, and every result is finite")

@@ -10,7 +10,7 @@ SOURCE = Path(meta_attention.__file__).parent
 # each stage may import from those before it; names on one line do not see each other
 STAGES = [
     {"errors"},
-    {"config"},
+    {"config", "precision"},
     {"ops"},
     {"experts", "controller"},
     {"routing"},

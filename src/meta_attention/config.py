@@ -67,7 +67,7 @@ class MetaAttentionConfig(PreTrainedConfig):
         short_conv: Taps of a causal convolution over queries, keys and values, each channel on its
             own: with 3, a token's heads also hold something of the two tokens before it, so that
             one layer can find what followed a token. None: without. Shared by all experts that
-            share projections.
+            share projections; for ``"ssm"`` it is the convolution of Mamba-2.
         controller: ``"bayesian"`` or ``"prior_free"``.
         controller_hidden_size: Width of the controller's hidden layer.
         start_expert: Expert that a new model believes in for every token, in the layers that have

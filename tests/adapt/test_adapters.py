@@ -27,7 +27,7 @@ from meta_attention.testing.pretrained import (
     randomise_controllers,
 )
 
-SETTINGS = {"experts": ("full", "local", "linear"), "window_size": 3, "layers": [1]}
+SETTINGS = {"experts": ("full", "local", "linear", "ssm"), "window_size": 3, "layers": [1]}
 
 ELSEWHERE = """
 import sys

@@ -84,6 +84,17 @@ def test_any_cutting_of_the_text_is_one_pass(name, chunks, granularity):
     assert_decodes(model, ids, mask, CHUNKS[chunks])
 
 
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_state_space_is_one_pass(name, chunks):
+    ids, mask = pad_rows(draw_tokens(3, max(LENGTHS)), LENGTHS, "left")
+    model = make_routed(name, experts=("full", "ssm", "local"))
+    assert_decodes(model, ids, mask, CHUNKS[chunks])
+    with routed_as(model, "ssm"):
+        assert_decodes(model, ids, mask, CHUNKS[chunks])
+
+
 @torch.no_grad()
 def test_a_static_cache_gives_the_same():
     ids, mask = pad_rows(draw_tokens(3, max(LENGTHS)), LENGTHS, "left")

@@ -30,6 +30,7 @@ from meta_attention.ops.route_plan import RoutePlan, plan_routes
 from meta_attention.ops.routed_attention import routed_attention
 
 EXPERTS = ("full", "gated_full", "linear", "local")
+WITH_SSM = (*EXPERTS, "ssm")
 MASKS = {
     "whole": None,
     "padding": [[0] * 5 + [1] * 15, [1] * 17 + [0] * 3],
@@ -100,12 +101,18 @@ def attend_row_by_row(config: MetaAttentionConfig, weights: Tensor, mask: Tensor
                     if name == "linear":
                         # feature x (value and a one), added to the state of each key-value head
                         torch.zeros(K, P, 1) @ torch.zeros(K, 1, P + 1)
+                    elif name == "ssm":
+                        torch.zeros(1, config.hidden_size) @ torch.zeros(config.hidden_size, K)
+                        torch.zeros(K, P, 1) @ torch.zeros(K, 1, P)
                     for g in range(G):
                         if weights[b, t, g, e] == 0:
                             continue
                         query = torch.zeros(h, 1, P)
                         if name == "linear":
                             query @ torch.zeros(h, P, P + 1)
+                            continue
+                        if name == "ssm":
+                            query @ torch.zeros(h, P, P)
                             continue
                         n = int(seen[b, t].sum())
                         scores = query @ torch.zeros(h, P, n)
@@ -121,9 +128,11 @@ def attend_row_by_row(config: MetaAttentionConfig, weights: Tensor, mask: Tensor
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("groups", "num_sinks"), [(1, 0), (2, 0), (1, 3), (2, 9)])
 def test_attention_is_counted_as_one_product_for_each_row(groups, num_sinks, mask, causal):
-    config = make_config(experts=EXPERTS, causal=causal, num_sinks=num_sinks)
+    # the state-space expert is causal
+    experts = WITH_SSM if causal else EXPERTS
+    config = make_config(experts=experts, causal=causal, num_sinks=num_sinks)
     marks = make_mask(mask)
-    weights = make_routes(2, 20, groups, 4)
+    weights = make_routes(2, 20, groups, len(experts))
     counted = count_layer(config, weights, mask=marks)
     assert counted.attention == attend_row_by_row(config, weights, marks)
 

@@ -3,13 +3,23 @@
 import pytest
 import torch
 
-from meta_attention import Expert, Heads, MetaAttentionConfig, known_experts, register_expert
+from meta_attention import (
+    BayesianMetaAttentionLayer,
+    Expert,
+    Heads,
+    MetaAttentionCache,
+    MetaAttentionConfig,
+    known_experts,
+    register_expert,
+)
 from meta_attention.errors import ConfigError
 from meta_attention.experts import (
     FullAttention,
     GatedFullAttention,
+    LinearStateExpert,
     RecurrentExpert,
     SoftmaxExpert,
+    StateInputs,
     build_experts,
     expert_costs,
 )
@@ -167,6 +177,44 @@ def test_a_layer_expert_outside_the_given_costs_asks_for_one():
     )
     with pytest.raises(ConfigError, match="expert_costs gives no cost for expert 'local'"):
         expert_costs(config, build_experts(config, 0))
+
+
+def test_a_linear_state_of_ones_own_needs_no_more_than_its_inputs():
+    """Lists, documents and decoding come with it."""
+
+    @register_expert("test_retention")
+    class Retention(LinearStateExpert):
+        def inputs(self, heads, x):
+            decay = torch.full_like(heads.key[..., 0], -0.2)
+            return StateInputs(heads.query, heads.key, heads.value, decay, normalise=False)
+
+        def flops(self, length):
+            return 1.0
+
+    config = make_config(
+        hidden_size=32,
+        experts=("full", "test_retention"),
+        expert_costs=(0.5, 0.5),
+        routing="hard",
+        num_key_value_heads=2,
+    )
+    layer = BayesianMetaAttentionLayer(config).double().eval()
+    torch.nn.init.normal_(layer.controller.mlp[-1].weight)
+    x = torch.randn(2, 70, 32, dtype=torch.float64)
+    with torch.no_grad():
+        out = layer(x)
+        assert 0.1 < out.routes.weights[..., 1].mean() < 0.9
+        cache = MetaAttentionCache(config)
+        parts = []
+        for part in x.split([60, *[1] * 10], dim=1):
+            _, step = cache.prepare(None, 2, part.shape[1], x.device)
+            parts.append(layer(part, past_key_values=cache, step=step).output)
+        torch.testing.assert_close(torch.cat(parts, dim=1), out.output)
+        documents = torch.ones(2, 70, dtype=torch.long)
+        documents[:, 30:] = 2
+        alone = layer(x[:, 30:]).output
+        apart = layer(x, document_ids=documents).output[:, 30:]
+        torch.testing.assert_close(apart, alone)
 
 
 def test_a_name_is_not_taken_twice():

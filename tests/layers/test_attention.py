@@ -21,7 +21,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "own": {"shared_projections": False},
     "kv_head": {"route_granularity": "kv_head"},
 }
-EXPERT_SETS = [("full", "linear", "local"), ("gated_full", "local"), ("linear",), ("local",)]
+EXPERT_SETS = [
+    ("full", "linear", "local"),
+    ("gated_full", "local"),
+    ("linear",),
+    ("local",),
+    ("ssm", "full", "linear"),
+]
 
 
 def make_layer(dtype=torch.float64, **kwargs) -> BayesianMetaAttentionLayer:
@@ -36,11 +42,14 @@ def make_layer(dtype=torch.float64, **kwargs) -> BayesianMetaAttentionLayer:
     options = defaults | LAYOUTS[kwargs.pop("layout", "shared")] | kwargs
     if not options.get("causal", True):
         options["short_conv"] = None
+        options["experts"] = tuple(n for n in options.get("experts", ("full",)) if n != "ssm")
+    if "ssm" in options.get("experts", ()):
+        options["expert_costs"] = "flops"
     torch.manual_seed(0)
     layer = BayesianMetaAttentionLayer(MetaAttentionConfig(**options)).to(dtype).eval()
     for name, weight in layer.named_parameters():
-        # a new one is the same in all channels
-        if "short_conv" in name:
+        # new ones are the same in all channels, or forget next to nothing
+        if "short_conv" in name or "rates" in name:
             torch.nn.init.normal_(weight)
     return layer
 
@@ -170,6 +179,22 @@ def test_half_precision_is_finite_and_close(dtype, how, scale):
     torch.testing.assert_close(out.routes.weights, exact.routes.weights, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", ["autocast", "cast"])
+def test_a_state_space_in_half_precision_is_close(dtype, how):
+    """On inputs as a block gives them: it is not normalised, and grows with their cube."""
+    x = torch.randn(2, 200, 32)
+    layer = make_layer(torch.float32, experts=("ssm",))
+    exact = layer(x).output
+    with torch.autocast("cpu", dtype=dtype, enabled=how == "autocast"):
+        if how == "cast":
+            layer, x = layer.to(dtype), x.to(dtype)
+        out = layer(x).output
+    assert out.dtype == dtype
+    error = (out.float() - exact).abs().max()
+    assert error <= 8 * torch.finfo(dtype).eps * exact.abs().max()
+
+
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 def test_output_is_the_weighted_sum_of_single_experts(shared):
     names = ("full", "linear", "local")
@@ -235,7 +260,7 @@ def test_gradient_reaches_every_parameter():
 
 
 def known_builtin_experts() -> tuple[str, ...]:
-    return ("full", "gated_full", "linear", "local")
+    return ("full", "gated_full", "linear", "local", "ssm")
 
 
 def test_builtin_experts_are_known():

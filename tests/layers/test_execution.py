@@ -94,11 +94,11 @@ def taken_of(routes, marks):
 
 def run_all(layer, x, **marks):
     """The layer with all experts run on all tokens, whatever the routes."""
-    layer._plan = lambda routes, is_padding: None
+    layer.execution.plan = lambda routes, is_padding, routing: None
     try:
         return layer(x, **marks)
     finally:
-        del layer._plan
+        del layer.execution.plan
 
 
 def gradients(layer, x, output):
@@ -143,8 +143,9 @@ def executed(monkeypatch):
 
     def spy_linear(query, key, value, queries, **kwargs):
         if queries is not None:
-            seen["linear"] = queries.is_listed(T)
-            query = hide(query, seen["linear"])
+            name = "linear" if kwargs["normalise"] else "ssm"
+            seen[name] = queries.is_listed(T)
+            query = hide(query, seen[name])
         return linear_attention(query, key, value, queries=queries, **kwargs)
 
     monkeypatch.setattr(execution, "routed_attention", spy_softmax)
@@ -176,6 +177,17 @@ LAYERS = {
         "experts": ("gated_full", "local"),
         "causal": False,
     },
+    "ssm": {"experts": ("full", "ssm", "linear"), "expert_costs": (1.0, 0.2, 0.15)},
+    "kv_head-ssm": {
+        "route_granularity": "kv_head",
+        "experts": ("ssm", "gated_full", "local"),
+        "expert_costs": (0.2, 1.0, 0.3),
+    },
+    "ssm-own": {
+        "experts": ("ssm", "local"),
+        "expert_costs": (0.2, 0.3),
+        "shared_projections": False,
+    },
     "kv_head-user": {"route_granularity": "kv_head", "experts": ("full", "test_mean", "linear")},
 }
 LAYOUTS = {
@@ -202,7 +214,7 @@ def test_hard_routing_executes_only_what_it_routed(options, marks, executed, poi
         counts = taken.sum(dim=(0, 1))  # [G, E]
         assert (counts > 0).all(), "every expert must have tokens, or this shows nothing"
         for index, name in enumerate(layer.expert_names):
-            listed = executed.get("linear" if name == "linear" else index)
+            listed = executed.get(name if name in ("linear", "ssm") else index)
             if name == "test_mean":
                 assert listed is None
             else:

@@ -28,9 +28,9 @@ def make_model():
         torch.manual_seed(seed)
         model = MetaAttentionForCausalLM(MetaAttentionConfig(**(defaults | kwargs))).eval()
         for name, weight in model.named_parameters():
-            # new, these are the same in all channels, or nothing
-            if "short_conv" in name or name.endswith("k_proj.bias"):
-                torch.nn.init.normal_(weight)
+            # new, these are the same in all channels, or nothing, or forget next to nothing
+            if "short_conv" in name or name.endswith("k_proj.bias") or "rates" in name:
+                torch.nn.init.normal_(weight, mean=-2.0 if name.endswith("step_bias") else 0.0)
         return model
 
     return make

@@ -78,6 +78,25 @@ EXPERT_SETS = {
         "layer_experts": [["local"], ["full", "linear", "local"], ["gated_full", "local"]],
     },
     "sinks, own projections": {"num_sinks": 1, "shared_projections": False},
+    "ssm only": {"experts": ("ssm",), "expert_costs": (0.2,)},
+    "hard, ssm, convolved": {
+        "routing": "hard",
+        "experts": ("full", "ssm", "local"),
+        "expert_costs": (0.5, 0.5, 0.5),
+        "short_conv": 3,
+    },
+    "gated, by head, two states": {
+        "route_granularity": "kv_head",
+        "routing": "gated",
+        "uncertainty_threshold": 0.2,
+        "experts": ("ssm", "gated_full", "linear", "local"),
+        "expert_costs": (0.2, 1.0, 0.2, 0.3),
+    },
+    "ssm, own projections": {
+        "experts": ("ssm", "full"),
+        "expert_costs": (0.2, 1.0),
+        "shared_projections": False,
+    },
     "convolved": {"short_conv": 3, "attention_bias": True},
     "convolved, hard": {"short_conv": 4, "routing": "hard", "expert_costs": (0.5, 0.5, 0.5)},
     "convolved, own projections": {"short_conv": 2, "shared_projections": False},
@@ -142,6 +161,9 @@ def padding_of(kind, B=2, T=24):
 @pytest.mark.parametrize("cache", CACHES)
 def test_decode_equals_prefill(make_model, tokens, cache, experts, chunks, padding):
     model, ids, mask = make_model(**EXPERT_SETS[experts]), tokens(), padding_of(padding)
+    if "ssm" in model.config.experts:
+        # which is not normalised, so that rounding grows as well
+        model = model.double()
     whole = one_pass(model, ids, mask)
     logits, weights = in_chunks(model, ids, CHUNKS[chunks], mask, cache=cache)
     is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
@@ -164,6 +186,7 @@ def test_the_gate_of_these_tests_lets_some_tokens_through(make_model, tokens):
         "gated, prior-free",
         "gated, by head, all experts",
         "sinks, all experts",
+        "gated, by head, two states",
     ):
         weights = one_pass(make_model(**EXPERT_SETS[name]), tokens()).routing_weights
         is_hard = torch.stack([(layer == 1).any(dim=-1) for layer in weights])
@@ -208,14 +231,15 @@ def test_a_row_may_begin_after_the_prompt(make_model, tokens, cache):
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("state", ["linear", "ssm"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("masks", ["for all", "for the prompt"])
-def test_right_padded_prompts_go_on(make_model, tokens, masks, cache):
+def test_right_padded_prompts_go_on(make_model, tokens, masks, cache, state):
     """Prompts of different lengths, padded on the right, then tokens for all rows.
 
     Not with local attention: its window counts positions, those of padding between two tokens too.
     """
-    model, ids = make_model(experts=("full", "linear"), expert_costs=(1.0, 0.2)), tokens()
+    model, ids = make_model(experts=("full", state), expert_costs=(1.0, 0.2)), tokens()
     mask = torch.ones_like(ids)
     mask[0, 10:16] = 0
     cache, parts = CACHES[cache](model.config), []

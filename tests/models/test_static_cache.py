@@ -34,6 +34,13 @@ MODELS = {
     },
     "convolved": {"routing": "hard", "short_conv": 3, **EVEN},
     "sinks": {"routing": "hard", "num_sinks": 2, **EVEN},
+    "ssm": {"routing": "hard", "experts": ("full", "ssm", "local"), **EVEN},
+    "two states by head": {
+        "routing": "hard",
+        "route_granularity": "kv_head",
+        "experts": ("ssm", "linear", "gated_full"),
+        **EVEN,
+    },
 }
 # their step reads the length on the host, and cannot be captured
 ON_THE_HOST = {"own projections": {"shared_projections": False, "routing": "hard"}}
@@ -124,7 +131,9 @@ def test_a_conversation_goes_on_from_a_static_cache(make_model, tokens):
     assert torch.equal(second, model.generate(more, max_new_tokens=6, do_sample=False))
 
 
-@pytest.mark.parametrize("kind", ["hard", "gated_full", "by head", "gated_full by head"])
+@pytest.mark.parametrize(
+    "kind", ["hard", "gated_full", "by head", "gated_full by head", "ssm", "two states by head"]
+)
 def test_the_hard_models_of_these_tests_take_every_expert(make_model, tokens, kind):
     weights = make_model(**MODELS[kind])(tokens(B=3), output_routing=True).routing_weights
     assert torch.stack(weights).sum(dim=(0, 1, 2)).min() >= 5
@@ -135,7 +144,7 @@ def test_the_hard_models_of_these_tests_take_every_expert(make_model, tokens, ki
 
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
 @pytest.mark.parametrize(
-    "kind", ["soft", "hard", "gated", "linear only", "mixed", "by head", "sinks"]
+    "kind", ["soft", "hard", "gated", "linear only", "mixed", "by head", "sinks", "ssm"]
 )
 def test_a_step_is_one_launch_per_layer(make_model, tokens, kind, static):
     model, ids = make_model(**MODELS[kind]), tokens(B=3)
@@ -167,7 +176,9 @@ def test_a_row_reads_only_the_keys_of_its_route(make_model, tokens, static):
     assert torch.equal(out.logits[:, 0].isnan().any(dim=-1), expert == full)
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard", "gated_full by head", "sinks"])
+@pytest.mark.parametrize(
+    "kind", ["soft", "hard", "gated_full by head", "sinks", "ssm", "two states by head"]
+)
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
 def test_the_kernel_decodes_as_the_reference(make_model, tokens, kernel_device, kind, static):
     model = make_model(num_hidden_layers=1, impl="reference", **MODELS[kind]).to(kernel_device)
@@ -213,9 +224,11 @@ def test_a_step_leaves_what_others_hold_of_the_cache(make_model, tokens):
                 out.logits.sum().backward()
 
 
+@pytest.mark.parametrize("kind", ["soft", "ssm"])
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
-def test_steps_run_under_autocast(make_model, tokens, static):
-    model, ids = make_model(), tokens()
+def test_steps_run_under_autocast(make_model, tokens, static, kind):
+    # soft: a hard route may turn over
+    model, ids = make_model(**(MODELS[kind] | {"routing": "soft"})), tokens()
     cache = static_cache(model) if static else MetaAttentionCache(model.config)
     expected = model(ids, use_cache=False).logits
     with torch.autocast("cpu", torch.bfloat16):

@@ -97,6 +97,14 @@ def main():
     linear_hopper.can_run = lambda *_: True
     linear_attention_triton(*narrow, None, None, None, True, None, None)
     linear_hopper.can_run = can_run_linear
+    # of a state-space model, with documents
+    decay = torch.zeros(B, T, K, requires_grad=True)
+    skip = torch.zeros(H, requires_grad=True)
+    documents = torch.ones(B, T, dtype=torch.long)
+    rows, _ = linear_attention_triton(
+        *narrow, documents, None, decay, False, plan.list_of(2), None, skip
+    )
+    torch.autograd.grad(rows.sum(), [*narrow, decay, skip])
 
     x = torch.zeros(B, T, 256, dtype=half)
     network = Network(torch.zeros(64, 258), torch.zeros(64), torch.zeros(3, 64), torch.zeros(3))
@@ -110,9 +118,10 @@ def main():
     step = LinearStep(2, query, new, new, torch.zeros(B, K, P, P + 1))
     length = torch.zeros(1, dtype=torch.int32)
     weights = torch.zeros(B, 1, 3)
-    for scores in ((0, None, None), (4, 0.1, 50.0)):
+    space = replace(step, decay=torch.zeros(B, K), skip=torch.zeros(H), normalise=False)
+    for linear, *scores in ((step, 0, None, None), (step, 4, 0.1, 50.0), (space,), (None,)):
         routed_decode_triton(
-            query, cache, cache, weights, windows, length, None, None, step, *scores
+            query, cache, cache, weights, windows, length, None, None, linear, *scores
         )
 
 

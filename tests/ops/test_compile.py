@@ -27,6 +27,7 @@ KERNELS = {
     "linear_attention_bwd_query_kernel",
     "linear_attention_bwd_sum_kernel",
     "linear_attention_bwd_key_kernel",
+    "linear_attention_bwd_decay_kernel",
     "linear_attention_hopper_key_kernel",
     "split_weights_kernel",
     "controller_logits_kernel",

@@ -38,10 +38,11 @@ class Case:
     decay: bool = False
     normalise: bool = True
     initial: bool = False
+    skip: bool = False
     listed: str = "none"
 
     def __str__(self) -> str:
-        options = ("documents", "decay", "initial")
+        options = ("documents", "decay", "initial", "skip")
         words = [name for name in options if getattr(self, name)]
         words += [] if self.normalise else ["plain"]
         words += [] if self.padding == "none" else [f"{self.padding}-padding"]
@@ -80,6 +81,8 @@ class Case:
             found["decay"] = -0.3 * torch.rand(B, T, K, generator=generator)
         if self.initial:
             found["initial_state"] = normal(B, K, P, P + 1).abs()
+        if self.skip:
+            found["skip"] = normal(self.H)
         return found
 
     def weights(self) -> Tensor:
@@ -116,6 +119,7 @@ def definition(
     value: Tensor,
     decay: Tensor | None = None,
     initial_state: Tensor | None = None,
+    skip: Tensor | None = None,
     *,
     mask: Tensor | None,
     normalise: bool,
@@ -154,6 +158,8 @@ def definition(
     rows = sums[..., :-1]
     if normalise:
         rows = rows / sums[..., -1:].clamp(min=1e-30)
+    if skip is not None:
+        rows = rows + skip.to(u.dtype).unsqueeze(-1) * v_heads[..., :-1]
 
     adds = (past[:, -1:] - past).exp() * (documents == documents[:, -1:]).unsqueeze(-1)
     added = torch.einsum("btkp,btkr->bkpr", f * adds.unsqueeze(-1).to(f.dtype), v)
@@ -186,7 +192,7 @@ def run(case: Case, inputs: dict[str, Tensor], impl: Any, device: str = "cpu") -
     mask, queries, is_row = case.mask(), case.queries(), case.is_row()
     d_rows, d_state = upstream(case, inputs["query"].dtype)
     if mask is not None:
-        for name in set(inputs) - {"initial_state"}:
+        for name in set(inputs) - {"initial_state", "skip"}:
             is_padding = (mask == 0).view(*mask.shape, *(1 for _ in inputs[name].shape[2:]))
             inputs[name] = inputs[name].masked_fill(is_padding, NAN)
         mask = mask.to(device)
@@ -232,6 +238,28 @@ CASES = [
     Case(65, listed="empty", decay=True, initial=True),
     Case(65, H=4, K=2, listed="all", documents=True),
     Case(200, listed="one", decay=True, H=1),
+    Case(70, H=4, K=2, normalise=False, decay=True, skip=True),
+    Case(
+        130,
+        H=4,
+        K=2,
+        normalise=False,
+        decay=True,
+        initial=True,
+        skip=True,
+        padding="left",
+        listed="groups",
+    ),
+    Case(
+        140,
+        B=1,
+        normalise=False,
+        documents=True,
+        decay=True,
+        skip=True,
+        padding="right",
+        listed="some",
+    ),
 ]
 
 MORE_CASES = [
@@ -289,8 +317,9 @@ def test_kernel_is_accurate_in_every_combination(case):
         {"listed": "some", "decay": True, "initial": True, "padding": "right"},
         {"listed": "groups", "documents": True},
         {"listed": "some", "normalise": False, "decay": True},
+        {"listed": "some", "normalise": False, "decay": True, "skip": True, "padding": "left"},
     ],
-    ids=["all", "decay", "documents", "plain"],
+    ids=["all", "decay", "documents", "plain", "skip"],
 )
 @pytest.mark.parametrize(
     ("dtype", "P"),
@@ -305,7 +334,8 @@ def test_kernel_is_accurate_at_every_precision_and_head_width(P, options, dtype)
     case = Case(700, H=4, K=2, P=P, **options)
     inputs = case.inputs(dtype)
     if not case.normalise:
-        inputs = {name: x if name == "decay" else x * P**-0.25 for name, x in inputs.items()}
+        kept = ("decay", "skip")
+        inputs = {name: x if name in kept else x * P**-0.25 for name, x in inputs.items()}
     oracle = expect(case, {name: x.double() for name, x in inputs.items()})
     plain = expect(case, inputs)
     actual = run(case, inputs, "triton", "cuda")
@@ -586,6 +616,12 @@ def test_what_the_kernel_does_not_do_is_refused():
     ("change", "error", "message"),
     [
         ({"decay": torch.zeros(2, 4, 1), "causal": False}, ConfigError, "decay only when causal"),
+        ({"skip": torch.zeros(2)}, ConfigError, "skip only when causal, with normalise=False"),
+        (
+            {"skip": torch.zeros(1), "normalise": False},
+            ShapeError,
+            r"skip must be \[2\], got \[1\]",
+        ),
         ({"decay": torch.zeros(2, 4)}, ShapeError, r"decay must be \[2, 4, 1\], got \[2, 4\]"),
         ({"initial_state": torch.zeros(2, 1, 8, 8)}, ShapeError, r"initial_state .* 8, 9\], got"),
         ({"rows": torch.zeros(2, 4, 1, 8)}, ShapeError, r"rows must be \[2, 4, 2, 8\]"),

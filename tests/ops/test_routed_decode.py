@@ -14,6 +14,7 @@ from meta_attention.testing import (
     naive_full_attention,
     naive_linear_attention,
     naive_local_attention,
+    naive_state_space,
 )
 
 FULL, LINEAR, LOCAL = 0, 1, 2
@@ -156,6 +157,57 @@ def check_against_definition(case, impl, **scores):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_route_is_as_accurate_as_plain_pytorch(impl, T):
     check_against_definition(make_case(T), impl)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("K", "group", "P"), [(2, 2, 32), (1, 3, 48)])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_state_may_decay_and_be_skipped(impl, K, group, P, padded):
+    """A step of a state-space model, beside the other experts and by the same routes."""
+    T = 100
+    case = make_case(T, K, group, P, starts=(0, 9, 99, 0, 50) if padded else None)
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.rand(len(ROUTES), T, K, generator=generator)
+    rate, skip = torch.rand(K, generator=generator), torch.randn(K * group, generator=generator)
+
+    def define(case):
+        dtype = case.query.dtype
+        given = {"step": sizes.to(dtype), "rate": rate.to(dtype), "skip": skip.to(dtype)}
+        query = case.linear_query[:, None].expand(-1, T, -1, -1)
+        heads = (query, case.linear_key, case.linear_value)
+        before = naive_state_space(
+            *(x[:, :-1] for x in heads),
+            **(given | {"step": given["step"][:, :-1]}),
+            mask=case.mask[:, :-1],
+        )[1]
+        rows, after = naive_state_space(*heads, **given, mask=case.mask)
+        weight = case.weights.to(dtype)
+        others = by_definition(replace(case, weights=weight * torch.tensor([1.0, 0.0, 1.0])))
+        return others + weight[..., LINEAR, None] * rows[:, -1], before, after
+
+    oracle, _, after = define(case.to(torch.float64))
+    plain, before, plain_after = define(case)
+    key = case.linear_key[:, -1] * sizes[:, -1, :, None]
+    state = torch.nn.functional.pad(before, (0, 1))
+    step = LinearStep(
+        LINEAR,
+        *(x.to(DEVICE) for x in (case.linear_query, key, case.linear_value[:, -1], state)),
+        decay=(-sizes[:, -1] * rate).to(DEVICE),
+        skip=skip.to(DEVICE),
+        normalise=False,
+    )
+    rows = routed_decode(
+        case.query.to(DEVICE),
+        *(x.transpose(1, 2).contiguous().to(DEVICE) for x in (case.key, case.value)),
+        case.weights.to(DEVICE),
+        WINDOWS,
+        length=torch.tensor(T, device=DEVICE),
+        start=case.start.to(DEVICE),
+        linear=step,
+        impl=impl,
+    )
+    assert_within_error_budget("rows", rows.cpu(), oracle, plain)
+    assert_within_error_budget("state", step.state[..., :-1].cpu(), after, plain_after)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -482,6 +534,21 @@ def test_wrong_dtypes_and_strides_are_named():
 def test_wrong_experts_are_named(windows, message):
     with pytest.raises(ConfigError, match=message):
         decode(make_case(4), "reference", windows=windows, linear=False)
+
+
+def test_what_is_normalised_has_no_skip():
+    query, key = torch.zeros(1, 2, 8), torch.zeros(1, 2, 5, 8)
+    state, skip = torch.zeros(1, 2, 8, 9), torch.zeros(2)
+    step = LinearStep(LINEAR, query, query, query, state, skip=skip)
+    with pytest.raises(ConfigError, match="normalise=False where it has a skip"):
+        routed_decode(
+            query, key, key, torch.ones(1, 3), WINDOWS, length=torch.tensor(5), linear=step
+        )
+    step = replace(step, skip=None, decay=torch.zeros(2))
+    with pytest.raises(ShapeError, match=r"linear.decay must be \[1, 2\] .* got \[2\]"):
+        routed_decode(
+            query, key, key, torch.ones(1, 3), WINDOWS, length=torch.tensor(5), linear=step
+        )
 
 
 def test_an_expert_is_of_one_kind():

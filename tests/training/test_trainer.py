@@ -441,3 +441,17 @@ def test_evaluation_says_what_hard_routes_cost(tmp_path):
     assert metrics["eval_routed_cost"] == pytest.approx(metrics["eval_layer_0/projected_cost"])
     assert metrics["eval_routed_cost"] > metrics["eval_projected_cost"]
     assert "eval_routed_cost" not in build_trainer(tmp_path, valid=blocks()).evaluate()
+
+
+def test_rates_of_state_spaces_do_not_decay(tmp_path):
+    """Nor do biases; everything else of the expert does."""
+    model = build_model(experts=("full", "ssm"), expert_costs="flops")
+    trainer = build_trainer(tmp_path, model, weight_decay=0.1, learning_rate=0.01)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    decayed = set(trainer.get_decay_parameter_names(model))
+    own = {name for name in before if ".experts.1." in name}
+    assert len(own) == 2 * 4
+    assert {name for name in own if name in decayed} == {n for n in own if "step_proj" in n}
+    trainer.train()
+    for name in own:
+        assert not torch.equal(model.get_parameter(name), before[name]), name

@@ -2,7 +2,6 @@
 
 from meta_attention.controller.controllers import (
     BayesianMetaController,
-    KeepFloat32,
     PriorFreeController,
     StaticController,
     build_controller,
@@ -12,7 +11,6 @@ from meta_attention.controller.prior import compute_aware_prior
 
 __all__ = [
     "BayesianMetaController",
-    "KeepFloat32",
     "PointPosterior",
     "Posterior",
     "PriorFreeController",

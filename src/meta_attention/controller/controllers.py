@@ -8,8 +8,7 @@ Shapes: B batch, T sequence, E experts, G key-value heads where each has a route
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,24 +20,10 @@ from meta_attention.controller.features import NUM_EXTRA_FEATURES
 from meta_attention.controller.posterior import PointPosterior, Posterior, RoutingPosterior
 from meta_attention.controller.prior import compute_aware_prior
 from meta_attention.ops.controller_logits import Network, controller_logits
+from meta_attention.precision import KeepFloat32
 
 # evidence of a controller that starts on one expert: for it, and for the others
 START_EVIDENCE, REST_EVIDENCE = 6.0, 0.02
-
-
-class KeepFloat32(nn.Module):
-    """A module that ``model.bfloat16()`` and ``model.half()`` move but do not round.
-
-    In bfloat16 0.86 + 0.0015 is 0.86: small evidence would vanish.
-    """
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        def move(t: Tensor) -> Tensor:
-            moved = fn(t)
-            is_half = moved.dtype in (torch.bfloat16, torch.float16)
-            return t.to(moved.device) if is_half else moved
-
-        return super()._apply(move, recurse)
 
 
 class Controller(KeepFloat32):

@@ -3,16 +3,17 @@
 A multiplication with its addition counts as two, as everywhere. Counted are the matrix products:
 
     attention      scores and values of the keys that each listed row sees, and its gate if it has
-                   one; a linear state's update by every token, and its reads by listed rows
+                   one; a linear state's update by every token, and its reads by listed rows;
+                   the step size of a state-space model, of every token
     projections    query, key, value and output, of every token
     controller     its MLP, of every token
     feed-forward   its three matrices, of every token
     head           hidden states to logits
 
-Norms, softmax, rotary positions, short convolutions, activations, the merge and the embedding are
-left out. The first line counts to the key: what an implementation computes and masks away within a
-block is left out, and so is padding. The others run on padding too, and count it. None of it is
-time.
+Norms, softmax, rotary positions, short convolutions, activations, decay and skip of a state-space
+model, the merge and the embedding are left out. The first line counts to the key: what an
+implementation computes and masks away within a block is left out, and so is padding. The others run
+on padding too, and count it. None of it is time.
 
 Shapes: B batch, T sequence, S = past + T, G route groups, E experts.
 """
@@ -30,10 +31,11 @@ from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller.features import NUM_EXTRA_FEATURES
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.experts import (
+    LINEAR_STATES,
     Expert,
     FullAttention,
     GatedFullAttention,
-    LinearAttention,
+    LinearStateExpert,
     LocalAttention,
     RecurrentExpert,
     SoftmaxExpert,
@@ -305,8 +307,8 @@ def keys_in_sight(marks: Tensor, window: int | None, num_sinks: int, *, causal: 
 
 def _update_flops(expert: Expert, length: int) -> float:
     """Operations that every token costs, whatever its route."""
-    if type(expert) is LinearAttention:
-        return 2.0 * expert.head_dim * (expert.head_dim + 1) * expert.num_key_value_heads
+    if isinstance(expert, LinearStateExpert) and type(expert) in LINEAR_STATES:
+        return expert.update_flops
     # how another state's operations divide into updates and reads is not known
     return expert.flops(length) if isinstance(expert, RecurrentExpert) else 0.0
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from meta_attention.config import MetaAttentionConfig, RoutingName
 from meta_attention.experts import (
+    LINEAR_STATES,
     Expert,
     Heads,
-    LinearAttention,
+    LinearStateExpert,
     RecurrentExpert,
     SoftmaxExpert,
     keep_listed,
@@ -210,7 +211,8 @@ class ExpertExecution:
         kinds = self._kinds_kept()
         others = [type(e) for e in self.experts if not isinstance(e, SoftmaxExpert)]
         has_own_projections = len({kind.projections for kind in heads}) > 1
-        if has_own_projections or len(kinds) > 1 or others not in ([], [LinearAttention]):
+        is_known = all(kind in LINEAR_STATES for kind in others)
+        if has_own_projections or len(kinds) > 1 or not is_known:
             return False
         seen = [heads[kind] for kind in kinds] or list(heads.values())[:1]
         tensors = [x for h in seen for x in (h.query, h.key, h.value)]
@@ -229,15 +231,15 @@ class ExpertExecution:
         """Rows [B, 1, H * P] of the newest tokens, their experts summed by weight.
 
         The weights are [B, 1, E] or [B, 1, G, E]. One launch, and another for each expert that has
-        a say in what becomes of its rows.
+        a say in what becomes of its rows, and for each state beyond the first.
         """
         weights = weights.squeeze(1) if weights.dim() == 4 else weights  # [B, G, E]
         finished: dict[int, SoftmaxExpert] = {}
-        linear = None
+        steps: list[LinearStep] = []
         for index, expert in enumerate(self.experts):
-            if not isinstance(expert, SoftmaxExpert):
-                linear = self._linear_step(index, heads, memory)
-            elif expert.has_finish:
+            if isinstance(expert, LinearStateExpert):
+                steps.append(self._linear_step(index, expert, heads, x, memory))
+            elif isinstance(expert, SoftmaxExpert) and expert.has_finish:
                 finished[index] = expert
         calls = self._softmax_calls()  # one, if any
         windows: dict[int, int | None] = next(iter(calls.values()), {})
@@ -272,8 +274,9 @@ class ExpertExecution:
         plain = {index: window for index, window in windows.items() if index not in finished}
         dtype = torch.promote_types(newest.query.dtype, torch.float32)
         rows = []
-        if plain or linear is not None:
-            rows.append(attend(weights, plain, linear).to(dtype))
+        if plain or steps:
+            rows.append(attend(weights, plain, steps[0] if steps else None).to(dtype))
+        rows += [attend(weights, {}, state).to(dtype) for state in steps[1:]]
         for index, softmax in finished.items():
             # weighted after it is finished
             own = attend((weights > 0).to(weights.dtype), {index: windows[index]}, None)
@@ -285,9 +288,16 @@ class ExpertExecution:
         merged = rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
         return merged.to(newest.query.dtype).flatten(1).unsqueeze(1)
 
-    def _linear_step(self, index: int, heads: HeadsByKind, memory: LayerMemory) -> LinearStep:
-        """The newest tokens as the linear expert sees them, and its state."""
-        own = heads[self.kinds[index]]
+    def _linear_step(
+        self,
+        index: int,
+        expert: LinearStateExpert,
+        heads: HeadsByKind,
+        x: Tensor,
+        memory: LayerMemory,
+    ) -> LinearStep:
+        """The newest tokens as a linear expert sees them, and its state."""
+        own = expert.inputs(heads[self.kinds[index]], x)
         B, _, K, P = own.key.shape
 
         def zeros() -> Tensor:
@@ -295,7 +305,16 @@ class ExpertExecution:
             return own.key.new_zeros(B, K, P, P + 1, dtype=dtype)
 
         query, key, value = (x.squeeze(1) for x in (own.query, own.key, own.value))
-        return LinearStep(index, query, key, value, memory.open_state(self.names[index], zeros))
+        return LinearStep(
+            index,
+            query,
+            key,
+            value,
+            memory.open_state(self.names[index], zeros),
+            decay=None if own.decay is None else own.decay.squeeze(1),
+            skip=own.skip,
+            normalise=own.normalise,
+        )
 
     def _softmax_calls(self) -> dict[SoftmaxCall, dict[int, int | None]]:
         """Windows of the softmax experts, by what they have in common: these run in one kernel."""

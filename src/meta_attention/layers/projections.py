@@ -7,9 +7,9 @@ from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from meta_attention.config import Impl, MetaAttentionConfig
-from meta_attention.controller import KeepFloat32
 from meta_attention.experts import Heads
 from meta_attention.ops.rotary import rotate
+from meta_attention.precision import KeepFloat32
 
 # of a new convolution: the token itself, and the one before
 START_TAPS = (0.6, 0.4)

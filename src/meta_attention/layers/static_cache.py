@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import CacheError, ConfigError, ShapeError
-from meta_attention.experts import Expert, LinearAttention, RecurrentExpert
+from meta_attention.experts import LINEAR_STATES, Expert, RecurrentExpert
 from meta_attention.layers.cache import (
     DecodeStep,
     MetaAttentionCache,
@@ -39,7 +39,7 @@ class StaticRoutedCacheLayer(RoutedCacheLayer):
         super().__init__(experts, has_conv)
         recurrent = [name for name, e in experts.items() if isinstance(e, RecurrentExpert)]
         # zeros are what these start from
-        self.from_zeros = [name for name in recurrent if type(experts[name]) is LinearAttention]
+        self.from_zeros = [name for name in recurrent if type(experts[name]) in LINEAR_STATES]
         self.from_zeros += [conv_state_name(index) for index in range(len(experts))]
         self.window = None
         self.is_croppable = not recurrent and not has_conv

@@ -15,6 +15,7 @@ from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import RoutingPosterior
 from meta_attention.controller.controllers import Controller
 from meta_attention.errors import ConfigError, ShapeError
+from meta_attention.experts import StateSpaceRates
 from meta_attention.layers import (
     LayerOutput,
     MetaAttentionCache,
@@ -74,7 +75,7 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     # evidence below a bfloat16's precision would vanish
-    _keep_in_fp32_modules_strict = ["controller"]
+    _keep_in_fp32_modules_strict = ["controller", "rates"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -82,7 +83,7 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
             # buffers are not saved; a model loaded from disk starts without them
             module.reset_buffers()
             module.reset_start()
-        elif isinstance(module, ShortConvolution):
+        elif isinstance(module, ShortConvolution | StateSpaceRates):
             module.reset_parameters()
         else:
             super()._init_weights(module)

@@ -7,6 +7,7 @@ from meta_attention.testing.definitions import (
     naive_full_attention,
     naive_linear_attention,
     naive_local_attention,
+    naive_state_space,
 )
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "naive_full_attention",
     "naive_linear_attention",
     "naive_local_attention",
+    "naive_state_space",
 ]
 
 

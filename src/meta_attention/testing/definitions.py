@@ -60,6 +60,43 @@ def naive_linear_attention(
     return _drop_padding(torch.einsum("bhts,bshp->bthp", weights, value), mask)
 
 
+def naive_state_space(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    step: Tensor,
+    rate: Tensor,
+    skip: Tensor,
+    mask: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A selective state-space model, token by token; its rows and the state after the last.
+
+    Step sizes [B, T, K], decay rates [K] above 0, skip [H], state [B, K, P, P]. A document starts
+    from nothing, padding leaves the state as it is.
+    """
+    B, T, _, P = query.shape
+    K = key.shape[2]
+    marks = torch.ones(B, T, dtype=torch.bool) if mask is None else mask
+    is_token, before = (marks != 0)[:, :, None, None], marks[:, 0]
+    state = value.new_zeros(B, K, P, P) if state is None else state
+    key, value = (torch.where(is_token, x, 0.0) for x in (key, value))
+    rows = []
+    for t in range(T):
+        k, v, now = key[:, t, :, :, None], value[:, t, :, None], marks[:, t]
+        if marks.dtype != torch.bool:
+            goes_on = (now == before) | (now == 0)
+            state = torch.where(goes_on[:, None, None, None], state, 0.0)
+            before = torch.where(now == 0, before, now)
+        left = torch.exp(-step[:, t] * rate)[:, :, None, None]
+        updated = left * state + step[:, t, :, None, None] * (k @ v)
+        state = torch.where(is_token[:, t, None], updated, state)
+        q = query[:, t].unflatten(1, (K, -1))  # [B, K, heads of a group, P]
+        rows.append((q @ state + skip.view(K, -1, 1) * v).flatten(1, 2))
+    return _drop_padding(torch.stack(rows, dim=1), mask), state
+
+
 def _softmax_attention(
     query: Tensor,
     key: Tensor,

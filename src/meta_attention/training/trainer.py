@@ -330,6 +330,11 @@ class MetaAttentionTrainer(Trainer):
             for weights, concentration in zip(out.routing_weights, out.concentrations, strict=True)
         ]
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """As Trainer has it, but no rates of state-space models: 0 is no better there than 1."""
+        names: list[str] = super().get_decay_parameter_names(model)
+        return [name for name in names if ".rates." not in name]
+
     # --- data ---
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:

@@ -5,11 +5,12 @@
 with f(x) = ELU(x) + 1. s runs over the tokens up to t when causal, over all tokens otherwise;
 never over padding. Time and memory grow linearly with T.
 
-Two options make it the recurrence of a state-space model: a decay, by which every token shrinks
-what came before it, and ``normalise=False``, which takes queries and keys as they are and does not
-divide:
+Three options make it the recurrence of a state-space model: a decay, by which every token shrinks
+what came before it; ``normalise=False``, which takes queries and keys as they are and does not
+divide; and a skip, by which a row sees its own value as it is:
 
-    state[t] = exp(decay[t]) state[t - 1] + key[t]^T value[t],    out[t] = query[t] state[t]
+    state[t] = exp(decay[t]) state[t - 1] + key[t]^T value[t]
+    out[t] = query[t] state[t] + skip value[t]
 """
 
 import torch
@@ -38,6 +39,7 @@ def linear_attention(
     initial_state: Tensor | None = None,
     decay: Tensor | None = None,
     normalise: bool = True,
+    skip: Tensor | None = None,
     queries: QueryList | None = None,
     rows: Tensor | None = None,
     impl: Impl = "auto",
@@ -56,6 +58,8 @@ def linear_attention(
             before it. Padding leaves all. Only with ``causal``.
         normalise: Use features and divide by their sum; False for neither. The last column of the
             state sums the keys either way.
+        skip: ``[H]``, what each query head adds of a row's own value. Only causal, and where
+            nothing is normalised.
         queries: Tokens whose rows are worked out, None for all. The state is of all tokens.
         rows: Buffer ``[B, T, H, P]`` to write into and return, for experts that share one: rows
             that are not listed stay as they are. Its gradient passes unchanged, so who wrote it
@@ -80,9 +84,12 @@ def linear_attention(
         )
     if decay is not None and not causal:
         raise ConfigError("linear attention has a decay only when causal")
+    if skip is not None and (normalise or not causal):
+        raise ConfigError("linear attention has a skip only when causal, with normalise=False")
     for name, tensor, shape in (
         ("initial_state", initial_state, (B, K, P, P + 1)),
         ("decay", decay, (B, T, K)),
+        ("skip", skip, query.shape[2:3]),
         ("rows", rows, query.shape),
     ):
         if tensor is not None and tensor.shape != shape:
@@ -100,10 +107,10 @@ def linear_attention(
         from meta_attention.ops.linear_attention.kernel import linear_attention_triton
 
         return linear_attention_triton(
-            query, key, value, mask, initial_state, decay, normalise, queries, rows
+            query, key, value, mask, initial_state, decay, normalise, queries, rows, skip
         )
     return linear_attention_reference(
-        query, key, value, causal, mask, initial_state, decay, normalise, queries, rows
+        query, key, value, causal, mask, initial_state, decay, normalise, queries, rows, skip
     )
 
 

@@ -51,6 +51,7 @@ def linear_attention_bwd_query_kernel(
     packed_g_ptr,  # [B, H, T, P]
     packed_pull_ptr,  # [B, H, T] float32
     decay_terms_ptr,  # [column tiles, B, H, N * CHUNK] float32
+    skip_terms_ptr,  # [B, H, T] float32
     stride_qb,
     stride_qt,
     stride_qh,
@@ -73,6 +74,7 @@ def linear_attention_bwd_query_kernel(
     stride_rb,
     stride_rg,
     num_ranks,
+    skip_ptr,
     T,
     K,
     N,
@@ -85,6 +87,7 @@ def linear_attention_bwd_query_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_LIST: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     NORMALISE: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -174,6 +177,9 @@ def linear_attention_bwd_query_kernel(
         u = features(q, is_query[:, None] & (p < P)[None, :], NORMALISE).to(COMPUTE)
         packed = ((bh * T + slot) * P)[:, None] + p[None, :]
         tl.store(packed_u_ptr + packed, u, mask=is_row[:, None] & (p < P)[None, :])
+        if HAS_SKIP:
+            own = load_tile(value_ptr, t, p, stride_vt, is_query, P).to(tl.float32)
+            tl.store(skip_terms_ptr + bh * T + t, tl.sum(g.to(tl.float32) * own, 1), mask=is_row)
     if BLOCK_C != BLOCK_P:
         q = load_tile(query_ptr, t, c, stride_qt, is_query, P).to(tl.float32) - shift[:, None]
     used = is_row[:, None] & (c < P)[None, :]
@@ -297,6 +303,7 @@ def linear_attention_bwd_key_kernel(
     stride_rb,
     stride_rg,
     num_ranks,
+    skip_ptr,
     T,
     K,
     N,
@@ -309,6 +316,7 @@ def linear_attention_bwd_key_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_LIST: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     NORMALISE: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -386,6 +394,10 @@ def linear_attention_bwd_key_kernel(
                 to_row = tl.exp(tl.minimum(past_t[None, :] - past_s[:, None], 0.0))
                 scores = scores * to_row
                 d_scores = d_scores * to_row
+            if HAS_SKIP:
+                # a row sees its own value as if its score were larger by as much
+                skip = tl.load(skip_ptr + bh % (K * GROUP))
+                scores += tl.where(s[:, None] == t[None, :], skip, 0.0)
             scores = tl.where(sees, scores, 0.0).to(COMPUTE)
             d_scores = tl.where(sees, d_scores, 0.0).to(COMPUTE)
             if BLOCK_C != BLOCK_P:

@@ -224,6 +224,7 @@ def linear_attention_fwd_kernel(
     stride_rb,
     stride_rg,
     num_ranks,
+    skip_ptr,  # [H] float32
     T,
     K,
     N,
@@ -236,6 +237,7 @@ def linear_attention_fwd_kernel(
     HAS_DOCUMENTS: tl.constexpr,
     HAS_DECAY: tl.constexpr,
     HAS_LIST: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
     NORMALISE: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -312,6 +314,9 @@ def linear_attention_fwd_kernel(
         acc = acc / den[:, None]
         if tl.program_id(1) == 0:
             tl.store(normaliser_ptr + bh * T + t, den, mask=is_row)
+    if HAS_SKIP:
+        own = load_tile(value_ptr, t, c, stride_vt, is_query, P).to(tl.float32)
+        acc += tl.load(skip_ptr + h) * own
     rows_ptr += b * stride_ob + h * stride_oh
     out = rows_ptr + t.to(tl.int64)[:, None] * stride_ot + c[None, :]
     tl.store(out, acc.to(rows_ptr.dtype.element_ty), mask=is_row[:, None] & (c < P)[None, :])

@@ -113,6 +113,7 @@ class Work:
     keeps: Tensor | None  # [B, K, N]: what a chunk leaves of the state before it
     tokens: dict[str, Any]
     lists: dict[str, Any]
+    skip: Tensor | None  # [H]
 
     @property
     def columns(self) -> int:
@@ -126,6 +127,8 @@ class Work:
         }
         if kernel != "sum":
             arguments |= self.lists
+        if kernel in ("rows", "bwd_query", "bwd_key"):
+            arguments |= {"skip_ptr": self.skip, "HAS_SKIP": self.skip is not None}
         if kernel == "bwd_key":
             arguments["BLOCK_M"] = self.tiles.key_rows
         if self.compute == torch.bfloat16 and 64 < self.P <= 128:
@@ -140,6 +143,7 @@ def _plan_work(
     decay: Tensor | None,
     normalise: bool,
     queries: QueryList | None,
+    skip: Tensor | None,
 ) -> Work:
     B, T, H, P = query.shape
     K = key.shape[2]
@@ -200,7 +204,7 @@ def _plan_work(
         "MIN_NORMALISER": MIN_NORMALISER,
         "HAS_LIST": of_list.is_given,
     }
-    return Work(tiles, compute, B, K, N, P, keeps, tokens, lists)
+    return Work(tiles, compute, B, K, N, P, keeps, tokens, lists, skip)
 
 
 def _scan(
@@ -270,12 +274,13 @@ class _LinearAttention(torch.autograd.Function):
         decay: Tensor | None,
         initial_state: Tensor | None,
         rows: Tensor,
+        skip: Tensor | None,
         mask: Tensor | None,
         normalise: bool,
         queries: QueryList | None,
     ) -> tuple[Tensor, Tensor]:
         B, T, H, _ = query.shape
-        work = _plan_work(query, key, mask, decay, normalise, queries)
+        work = _plan_work(query, key, mask, decay, normalise, queries, skip)
         states, norms, last, features = _states(work, key, value, initial_state)
         normaliser = torch.empty(B, H, T, dtype=torch.float32, device=query.device)
         grid = (work.N * work.tiles.chunk // work.tiles.rows, work.columns, B * H)
@@ -316,7 +321,9 @@ class _LinearAttention(torch.autograd.Function):
             torch.empty(B, H, T, P, dtype=work.compute, device=query.device),
             torch.empty_like(normaliser),
         )
-        row_terms = key_terms = None
+        row_terms = key_terms = skip_terms = None
+        if work.skip is not None:
+            skip_terms = grad.new_zeros(B, H, T, dtype=torch.float32)
         if has_decay:
             row_terms = grad.new_zeros(work.columns, B, H, N * chunk, dtype=torch.float32)
             key_terms = grad.new_zeros(2, work.columns, B, K, N * chunk, dtype=torch.float32)
@@ -332,6 +339,7 @@ class _LinearAttention(torch.autograd.Function):
             d_query,
             *packed,
             row_terms,
+            skip_terms,
             *query.stride()[:3],
             *value.stride()[:3],
             *rows.stride()[:3],
@@ -371,7 +379,8 @@ class _LinearAttention(torch.autograd.Function):
         if row_terms is not None and key_terms is not None and products is not None:
             d_decay = _d_decay(work, row_terms, key_terms, products)
         d_initial = None if initial_state is None else d_first
-        return d_query, d_key, d_value, d_decay, d_initial, passed, None, None, None
+        d_skip = None if skip_terms is None else skip_terms.sum(dim=(0, 2))
+        return d_query, d_key, d_value, d_decay, d_initial, passed, d_skip, None, None, None
 
 
 class _WalkedLinearAttention(torch.autograd.Function):
@@ -517,13 +526,14 @@ def linear_attention_triton(
     normalise: bool,
     queries: QueryList | None,
     rows: Tensor | None,
+    skip: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if rows is None:
         new = torch.empty if queries is None else torch.zeros
         rows = new(query.shape, dtype=query.dtype, device=query.device)
     query, key, value = (last_contiguous(x.to(query.dtype)) for x in (query, key, value))
     initial_state = None if initial_state is None else initial_state.float().contiguous()
-    if hopper.can_run(query, key, value, mask, decay):
+    if skip is None and hopper.can_run(query, key, value, mask, decay):
         return apply(
             _WalkedLinearAttention, query, key, value, initial_state, rows, normalise, queries
         )
@@ -537,6 +547,7 @@ def linear_attention_triton(
             None if decay is None else decay.float(),
             initial_state,
             rows,
+            None if skip is None else skip.float().contiguous(),
             mask,
             normalise,
             queries,

@@ -41,6 +41,7 @@ def linear_attention_reference(
     normalise: bool,
     queries: QueryList | None,
     rows: Tensor | None,
+    skip: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     B, T, _, P = query.shape
     K = key.shape[2]
@@ -90,7 +91,12 @@ def linear_attention_reference(
                 last = None if documents is None else documents[:, segment.stop - 1]
             else:
                 sums = torch.einsum("bnmkgp,bkpr->bnmkgr", q, state.to(compute))
-            found.append((_normalise(sums) if normalise else sums[..., :-1]).to(query.dtype))
+            part = _normalise(sums) if normalise else sums[..., :-1]
+            if skip is not None:
+                own = torch.take_along_dim(_chunks(value[:, segment]), offset.unsqueeze(-1), dim=2)
+                factor = skip.to(state_dtype).view(K, -1, 1)  # [K, G, 1]
+                part = part + factor * own.unsqueeze(4)
+            found.append(part.to(query.dtype))
 
     if listed is not None:
         out = torch.zeros_like(query) if rows is None else rows

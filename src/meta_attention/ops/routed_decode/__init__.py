@@ -157,15 +157,26 @@ def _check_experts(
 def _check_linear(linear: LinearStep, query: Tensor, key: Tensor) -> None:
     B, H, P = query.shape
     K = key.shape[1]
-    shapes = {"query": (B, H, P), "key": (B, K, P), "value": (B, K, P), "state": (B, K, P, P + 1)}
+    shapes = {
+        "query": (B, H, P),
+        "key": (B, K, P),
+        "value": (B, K, P),
+        "state": (B, K, P, P + 1),
+        "decay": (B, K),
+        "skip": (H,),
+    }
     for name, shape in shapes.items():
-        tensor: Tensor = getattr(linear, name)
+        tensor: Tensor | None = getattr(linear, name)
+        if tensor is None:
+            continue
         if tensor.shape != shape or tensor.device != query.device:
             raise ShapeError(
                 f"linear.{name} must be {list(shape)} on {query.device} to match query "
                 f"{list(query.shape)} and key {list(key.shape)}, "
                 f"got {list(tensor.shape)} on {tensor.device}"
             )
+    if linear.skip is not None and linear.normalise:
+        raise ConfigError("linear must have normalise=False where it has a skip")
     expected = torch.promote_types(query.dtype, torch.float32)
     if linear.state.dtype != expected or linear.state.stride(3) != 1:
         raise ShapeError(

@@ -175,12 +175,16 @@ def _step_state(
     value_ptr,  # [P]
     state_ptr,  # [P, P + 1]
     sums_ptr,  # [GROUP, P + 1]
+    decay_ptr,  # [B, K]
+    row,
     weight,
     first_column,
     stride_qh,
     stride_sp,
     GROUP: tl.constexpr,
     P: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    NORMALISE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -188,17 +192,24 @@ def _step_state(
     p = tl.arange(0, BLOCK_P)
     c = first_column + tl.arange(0, BLOCK_C)
     # the last column sums the normaliser; features of lanes that are not there are zero
-    key = _feature_map(tl.load(key_ptr + p, mask=p < P, other=float("-inf")).to(tl.float32))
+    nothing = float("-inf") if NORMALISE else 0.0
+    key = tl.load(key_ptr + p, mask=p < P, other=nothing).to(tl.float32)
+    if NORMALISE:
+        key = _feature_map(key)
     value = tl.load(value_ptr + c, mask=c < P, other=1.0).to(tl.float32)
     at = state_ptr + p[:, None] * stride_sp + c[None, :]
     in_state = (p < P)[:, None] & (c <= P)[None, :]
-    state = tl.load(at, mask=in_state, other=0.0) + key[:, None] * value[None, :]
+    state = tl.load(at, mask=in_state, other=0.0)
+    if HAS_DECAY:
+        state = state * tl.exp(tl.load(decay_ptr + row))
+    state += key[:, None] * value[None, :]
     tl.store(at, state, mask=in_state)
     if weight > 0:
         for g in range(GROUP):
-            query = tl.load(query_ptr + g * stride_qh + p, mask=p < P, other=float("-inf"))
+            query = tl.load(query_ptr + g * stride_qh + p, mask=p < P, other=nothing)
             query = query.to(tl.float32)
-            query = _feature_map(query - tl.minimum(tl.max(query, axis=0), 0.0))
+            if NORMALISE:
+                query = _feature_map(query - tl.minimum(tl.max(query, axis=0), 0.0))
             sums = tl.sum(query[:, None] * state, axis=0)
             tl.store(sums_ptr + g * (P + 1) + c, sums, mask=c <= P)
 
@@ -210,6 +221,10 @@ def _merge(
     parts_ptr,  # [slots, GROUP, P]
     stats_ptr,  # [slots, 2, GROUP]
     sums_ptr,  # [GROUP, P + 1]
+    value_ptr,  # of the linear expert
+    skip_ptr,  # [H]
+    at_value,
+    at_skip,
     start,
     length,
     num_splits,
@@ -217,6 +232,8 @@ def _merge(
     EXPERTS: tl.constexpr,
     WINDOWS: tl.constexpr,
     LINEAR: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    NORMALISE: tl.constexpr,
     GROUP: tl.constexpr,
     P: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
@@ -274,10 +291,17 @@ def _merge(
         if (weight > 0) & (length > 0):
             sums = sums_ptr + g[:, None] * (P + 1) + p[None, :]
             rows = tl.load(sums, mask=in_group, other=0.0, cache_modifier=".cg")
-            normaliser = tl.load(
-                sums_ptr + g * (P + 1) + P, mask=g < GROUP, other=1.0, cache_modifier=".cg"
-            )
-            out += weight * rows / tl.maximum(normaliser, MIN_NORMALISER)[:, None]
+            if NORMALISE:
+                normaliser = tl.load(
+                    sums_ptr + g * (P + 1) + P, mask=g < GROUP, other=1.0, cache_modifier=".cg"
+                )
+                out += weight * rows / tl.maximum(normaliser, MIN_NORMALISER)[:, None]
+            else:
+                if HAS_SKIP:
+                    own = tl.load(value_ptr + at_value + p, mask=p < P, other=0.0).to(tl.float32)
+                    skip = tl.load(skip_ptr + at_skip + g, mask=g < GROUP, other=0.0)
+                    rows += skip[:, None] * own[None, :]
+                out += weight * rows
     tl.store(out_ptr + g[:, None] * P + p[None, :], out, mask=in_group)
 
 
@@ -295,6 +319,8 @@ def routed_decode_kernel(
     linear_key_ptr,  # [B, K, P]
     linear_value_ptr,  # [B, K, P]
     state_ptr,  # [B, K, P, P + 1] float32
+    decay_ptr,  # [B, K] float32
+    skip_ptr,  # [H] float32
     out_ptr,  # [B, H, P]
     parts_ptr,  # [B, K, softmax slots, GROUP, P] float32
     stats_ptr,  # [B, K, softmax slots, 2, GROUP] float32
@@ -331,6 +357,9 @@ def routed_decode_kernel(
     WINDOWS: tl.constexpr,
     LINEAR: tl.constexpr,
     LINEAR_TILES: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    NORMALISE: tl.constexpr,
     HAS_START: tl.constexpr,
     HAS_MASK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -427,12 +456,16 @@ def routed_decode_kernel(
                 linear_value_ptr + b * stride_lvb + kv * stride_lvk,
                 state_ptr + b * stride_sb + kv * stride_sk,
                 sums_ptr,
+                decay_ptr,
+                row,
                 weight,
                 (slot - num_softmax_slots) * BLOCK_C,
                 stride_lqh,
                 stride_sp,
                 GROUP,
                 P,
+                HAS_DECAY,
+                NORMALISE,
                 BLOCK_P,
                 BLOCK_C,
             )
@@ -455,6 +488,10 @@ def routed_decode_kernel(
             parts_ptr,
             stats_ptr,
             sums_ptr,
+            linear_value_ptr,
+            skip_ptr,
+            b * stride_lvb + kv * stride_lvk,
+            kv * GROUP,
             start,
             length,
             num_splits,
@@ -462,6 +499,8 @@ def routed_decode_kernel(
             EXPERTS,
             WINDOWS,
             LINEAR,
+            HAS_SKIP,
+            NORMALISE,
             GROUP,
             P,
             SPLIT_KEYS,
@@ -519,11 +558,12 @@ def routed_decode_triton(
             (group, P + 1 if linear else 0),
         )
     )
-    step: list[Tensor] | list[None] = [None] * 4
+    step: list[Tensor | None] = [None] * 6
     step_strides = [0] * 9
     if linear is not None:
         new = [last_contiguous(x) for x in (linear.query, linear.key, linear.value)]
-        step = [*new, linear.state]
+        rates = [None if x is None else x.float().contiguous() for x in (linear.decay, linear.skip)]
+        step = [*new, linear.state, *rates]
         step_strides = [n for x in (*new, linear.state) for n in x.stride()[:-1]]
 
     if all(window is None for window in windows.values()):
@@ -566,6 +606,9 @@ def routed_decode_triton(
             WINDOWS=tuple(reach),
             LINEAR=-1 if linear is None else linear.index,
             LINEAR_TILES=linear_tiles,
+            HAS_DECAY=step[4] is not None,
+            HAS_SKIP=step[5] is not None,
+            NORMALISE=linear is None or linear.normalise,
             HAS_START=start is not None,
             HAS_MASK=is_token is not None,
             GROUP=group,

@@ -18,7 +18,7 @@ from meta_attention.ops.linear_attention import linear_attention
 class LinearStep:
     """What the linear expert needs of the newest tokens, and what it remembers of the others.
 
-    Features ELU(x) + 1 and the normaliser are those of ``linear_attention``.
+    All of it is as in ``linear_attention``: features and normaliser, or decay and skip.
     """
 
     index: int  # of the expert, in the routing weights
@@ -26,6 +26,9 @@ class LinearStep:
     key: Tensor  # [B, K, P], not rotated
     value: Tensor  # [B, K, P]
     state: Tensor  # [B, K, P, P + 1] float32, as linear_attention returns it; updated in place
+    decay: Tensor | None = None  # [B, K]
+    skip: Tensor | None = None  # [H]
+    normalise: bool = True
 
 
 def routed_decode_reference(
@@ -82,6 +85,9 @@ def routed_decode_reference(
             causal=True,
             mask=is_row.unsqueeze(1),
             initial_state=linear.state,
+            decay=None if linear.decay is None else linear.decay.unsqueeze(1),
+            normalise=linear.normalise,
+            skip=linear.skip,
             impl="reference",
         )
         linear.state.copy_(state)
