@@ -1,6 +1,7 @@
 """How every figure of a report is drawn: small, in one ink, in colours that can be told apart."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,8 @@ def check_matplotlib() -> None:
     matplotlib.use("Agg")
 
 
-def make_axes(x_label: str, y_label: str, height: float | None = None) -> "tuple[Figure, Axes]":
+def style() -> AbstractContextManager[None]:
+    """How figures look, while they are drawn and saved; what others draw is left alone."""
     import matplotlib
 
     settings: Any = {
@@ -88,10 +90,13 @@ def make_axes(x_label: str, y_label: str, height: float | None = None) -> "tuple
         **{f"{name}.color": INK for name in ("text", "xtick", "ytick")},
         **{f"axes.{name}": INK for name in ("edgecolor", "labelcolor")},
     }
+    return matplotlib.rc_context(settings)
+
+
+def make_axes(x_label: str, y_label: str, height: float | None = None) -> "tuple[Figure, Axes]":
     # no pyplot: it would keep every figure
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update(settings)
     figure = Figure(figsize=(SIZE[0], height or SIZE[1]), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(x_label)

@@ -19,6 +19,7 @@ from meta_attention.report.ablation.drawing import (
     make_axes,
     marker_of,
     patch_of,
+    style,
 )
 from meta_attention.report.ablation.experiment_figures import (
     draw_gates,
@@ -54,7 +55,8 @@ class Section:
 def draw_sections(ablation: Ablation) -> list[Section]:
     """Every figure that the runs at hand allow."""
     check_matplotlib()
-    found = [Section(title, text, list(panels)) for title, text, panels in _sections(ablation)]
+    with style():
+        found = [Section(title, text, list(panels)) for title, text, panels in _sections(ablation)]
     return [section for section in found if section.panels]
 
 

@@ -18,7 +18,7 @@ from meta_attention.report.ablation.claims import (
     own_questions,
     paper_claims,
 )
-from meta_attention.report.ablation.drawing import EXPERTS, INK, Panel
+from meta_attention.report.ablation.drawing import EXPERTS, INK, Panel, style
 from meta_attention.report.ablation.figures import SHOWN, Section, draw_sections
 from meta_attention.report.ablation.glossary import GLOSSARY
 from meta_attention.report.ablation.read import Ablation, Row
@@ -85,7 +85,8 @@ def write_report(ablation: Ablation, folder: Path) -> Path:
         for section in sections:
             for panel in section.panels:
                 (folder / f"{panel.name}.svg").write_text(drawn[panel.name], "utf-8")
-                panel.figure.savefig(folder / f"{panel.name}.png", dpi=200, facecolor="white")
+                with style():
+                    panel.figure.savefig(folder / f"{panel.name}.png", dpi=200, facecolor="white")
         record = json.dumps(to_record(ablation), indent=1)
         (folder / RESULTS).write_text(record + "\n", "utf-8")
         (folder / PAGE).write_text(render_page(ablation, sections, drawn), "utf-8")
@@ -130,7 +131,8 @@ def svg_of(figure: "Figure") -> str:
     """A figure as the text of an SVG file."""
     stream = io.StringIO()
     # without a date, so that the same runs give the same file
-    figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    with style():
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     return stream.getvalue()
 
 
