@@ -25,7 +25,6 @@ import json
 import math
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from study_adapt_variants import (
     nearest_static,
     read_sensitivity,
 )
-from study_jobs import StopAt, TimeIsOver, run_command, say
+from study_jobs import StopAt, TimeIsOver, parse_changes, run_command, say
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -56,7 +55,6 @@ from meta_attention.adapt.adapters import CARD_FILE
 from meta_attention.adapt.training import RouterSettings, open_router_run, train_router
 from meta_attention.errors import BackendUnavailableError, ConfigError
 from meta_attention.training.run import RUN_FILE
-from meta_attention.training.schedule import Schedule
 
 # of a training, beside the settings of a router
 OWN_SETTINGS = ("routing", "static_cost")
@@ -153,7 +151,7 @@ def run_prepare(args: argparse.Namespace) -> int:
 
 def run_train(args: argparse.Namespace) -> int:
     cache, scale, stop_at = _begin(args)
-    changes, num_skipped = parse_changes(args.set), 0
+    changes, num_skipped = parse_changes(args.set, RouterSettings), 0
     for name in args.variants:
         if time.time() >= stop_at:
             say(f"time is over before {name}; run the same command again")
@@ -231,24 +229,6 @@ def _found(args: argparse.Namespace, scale: Scale) -> list[Variant]:
     folder = args.base or args.cache / "base"
     config = json.loads((folder / "config.json").read_text())
     return find_variants(args.out, scale, config["num_hidden_layers"])
-
-
-def parse_changes(changes: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` of the settings of a training, from a command line."""
-    known = [field.name for field in fields(RouterSettings)]
-    values: dict[str, Any] = {}
-    for change in changes:
-        name, _, text = change.partition("=")
-        if name not in known:
-            raise ConfigError(f"a setting must be one of {', '.join(known)}, got {name!r}")
-        if name in RouterSettings.SCHEDULED:
-            values[name] = Schedule.parse(text)
-            continue
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
-    return values
 
 
 def build_parser() -> argparse.ArgumentParser:

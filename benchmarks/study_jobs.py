@@ -1,18 +1,21 @@
 """What the commands of all studies share: runs side by side until a moment, and how errors end."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from meta_attention.errors import MetaAttentionError
+from meta_attention.errors import ConfigError, MetaAttentionError
+from meta_attention.training.schedule import Schedule
+from meta_attention.training.settings import RunSettings
 
 LOG = "log.txt"
 
@@ -140,6 +143,24 @@ class StopAt(TrainerCallback):
 
 def say(line: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {line}", flush=True)
+
+
+def parse_changes(changes: list[str], settings: type[RunSettings]) -> dict[str, Any]:
+    """``NAME=VALUE`` of the settings of a run, from a command line."""
+    known = [field.name for field in fields(settings)]
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in known:
+            raise ConfigError(f"a setting must be one of {', '.join(known)}, got {name!r}")
+        if name in settings.SCHEDULED:
+            values[name] = Schedule.parse(text)
+            continue
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            values[name] = text
+    return values
 
 
 def run_command(parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:

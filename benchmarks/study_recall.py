@@ -28,13 +28,12 @@ from typing import Any
 
 import study_recall_report
 import torch
-from study_jobs import Job, StopAt, TimeIsOver, run_command, run_side_by_side, say
+from study_jobs import Job, StopAt, TimeIsOver, parse_changes, run_command, run_side_by_side, say
 from study_recall_report import RESULT
 
 from meta_attention import MetaAttentionForCausalLM
-from meta_attention.errors import ConfigError
 from meta_attention.evaluation.tasks import TaskDataset, TaskSpec, evaluate_task
-from meta_attention.training.recipes import SCHEDULED, Settings, build_settings
+from meta_attention.training.recipes import Settings, build_settings
 from meta_attention.training.run import RUN_FILE, open_run, train_model
 from meta_attention.training.schedule import Schedule
 from meta_attention.training.tasks import build_recall
@@ -99,26 +98,8 @@ def run_folder(runs: Path, scale: str, variant: str, seed: int) -> Path:
 
 
 def settings_of(variant: str, seed: int, scale: str, changes: list[str]) -> Settings:
-    given = SCALES[scale] | parse_changes(changes) | VARIANTS[variant] | {"seed": seed}
+    given = SCALES[scale] | parse_changes(changes, Settings) | VARIANTS[variant] | {"seed": seed}
     return build_settings("recall", given)
-
-
-def parse_changes(changes: list[str]) -> dict[str, Any]:
-    """``NAME=VALUE`` of the settings of a run, from a command line."""
-    known = [field.name for field in fields(Settings)]
-    values: dict[str, Any] = {}
-    for change in changes:
-        name, _, text = change.partition("=")
-        if name not in known:
-            raise ConfigError(f"a setting must be one of {', '.join(known)}, got {name!r}")
-        if name in SCHEDULED:
-            values[name] = Schedule.parse(text)
-            continue
-        try:
-            values[name] = json.loads(text)
-        except ValueError:
-            values[name] = text
-    return values
 
 
 def run(
@@ -193,7 +174,7 @@ def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: range) -> l
 def run_all(args: argparse.Namespace) -> int:
     """Runs side by side; how many failed."""
     # refused here, not in every process
-    parse_changes(args.set)
+    parse_changes(args.set, Settings)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     jobs = missing_jobs(args.out, args.scale, args.variants, seeds)
     say(f"{len(jobs)} of {args.seeds * len(args.variants)} runs are missing")
