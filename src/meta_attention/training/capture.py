@@ -63,7 +63,9 @@ class CapturedStep:
             parameter.grad = None
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(self.graph, pool=pool):
+        # the data loader pins memory in a thread of its own meanwhile, which is no part of a step
+        recording = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
+        with torch.cuda.device(device), recording:
             kl_weight, cost_weight = self.weights.unbind()
             self.result = objective(self.inputs, self.num_items, kl_weight, cost_weight)
             self.result.loss.backward()
