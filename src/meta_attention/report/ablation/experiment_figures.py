@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from meta_attention.evaluation.statistics import Figure as Mean
 from meta_attention.report.ablation.drawing import (
     COLOURS,
     SIGNALS,
@@ -13,22 +12,26 @@ from meta_attention.report.ablation.drawing import (
     make_axes,
     marker_of,
 )
+from meta_attention.report.ablation.further import (
+    NOISE,
+    REPEATED,
+    entropy_drops,
+    gate_points,
+    gradient_noise,
+)
 from meta_attention.report.ablation.read import Ablation
-from meta_attention.report.ablation.summary import largest_drop, mean_curve, summarise
+from meta_attention.report.ablation.summary import mean_curve, summarise
 
 
 def draw_gates(ablation: Ablation, names: Sequence[str]) -> Iterator[Panel]:
     for variant in names:
-        runs = [run for run in ablation.by_variant[variant] if run.result.get("gates")]
-        if not runs:
+        gates = gate_points(ablation, variant)
+        if not gates:
             continue
         figure, axes = make_axes("counted attention FLOPs, % of full", "held-out loss, nats")
-        for index, (signal, points) in enumerate(runs[0].result["gates"].items()):
-            xs, ys = [], []
-            for number in range(len(points)):
-                of_runs = [run.result["gates"][signal][number] for run in runs]
-                xs.append(100.0 * sum(p["attention_flops"] for p in of_runs) / len(runs))
-                ys.append(sum(p["loss"] for p in of_runs) / len(runs))
+        for index, (signal, points) in enumerate(gates.items()):
+            xs = [100.0 * point["attention_flops"] for point in points]
+            ys = [point["loss"] for point in points]
             axes.plot(
                 xs,
                 ys,
@@ -83,29 +86,22 @@ def draw_sweep(ablation: Ablation, experiment: str) -> Iterator[Panel]:
 
 
 def draw_gradients(ablation: Ablation) -> Iterator[Panel]:
-    kinds = {"data": "other batches", "sample": "Dirichlet samples", "one_hot": "drawn hard routes"}
     for variant in ablation.variants_of("gradient-variance"):
-        runs = [run for run in ablation.by_variant[variant] if run.gradients]
-        if not runs:
+        noise = gradient_noise(ablation, variant)
+        if not noise:
             continue
         figure, axes = make_axes("step", "noise / norm of the mean gradient")
-        for index, (kind, label) in enumerate(kinds.items()):
-            for layer in range(len(runs[0].gradients[0]["layers"])):
-                points: dict[int, list[float]] = {}
-                for run in runs:
-                    for row in run.gradients:
-                        found = row["layers"][layer]
-                        ratio = found[f"{kind}_noise"] / max(found["norm"], 1e-12)
-                        points.setdefault(row["step"], []).append(ratio)
+        for index, (kind, layers) in enumerate(noise.items()):
+            for layer, ratios in enumerate(layers):
                 axes.plot(
-                    sorted(points),
-                    [sum(points[step]) / len(points[step]) for step in sorted(points)],
+                    list(ratios),
+                    list(ratios.values()),
                     color=colour_of(index),
                     ls="-" if layer == 0 else "--",
                     marker="o",
                     ms=3,
                     lw=1,
-                    label=label if layer == 0 else None,
+                    label=NOISE[kind] if layer == 0 else None,
                 )
         axes.set_yscale("log")
         add_legend(axes)
@@ -121,7 +117,7 @@ def draw_gradients(ablation: Ablation) -> Iterator[Panel]:
 def draw_repetition(ablation: Ablation) -> Iterator[Panel]:
     names = ablation.variants_of("repetition")
     yield from _draw_drops(ablation, names)
-    for kind in ("bayesian", "prior-free"):
+    for kind in REPEATED:
         own = [name for name in names if name.startswith(f"repetition-{kind}-")]
         if not own:
             continue
@@ -145,18 +141,13 @@ def _draw_drops(ablation: Ablation, names: Sequence[str]) -> Iterator[Panel]:
     """When the routing entropy falls most, by how often the text is seen."""
     values = ablation.plan["experiments"]["repetition"]["variants"]
     figure, axes = make_axes("times the text is seen", "step")
-    for index, kind in enumerate(("bayesian", "prior-free")):
-        points = []
-        for name in names:
-            drops = [largest_drop(run.curve) for run in ablation.by_variant[name]]
-            step = Mean.of([None if drop is None else drop.step for drop in drops])
-            if name.startswith(f"repetition-{kind}-") and step is not None:
-                points.append((values[name], step))
-        if points:
+    for index, kind in enumerate(REPEATED):
+        drops = entropy_drops(ablation, kind)
+        if drops:
             axes.errorbar(
-                [x for x, _ in points],
-                [step.mean for _, step in points],
-                yerr=[step.interval or 0.0 for _, step in points],
+                list(drops),
+                [step.mean for step, _ in drops.values()],
+                yerr=[step.interval or 0.0 for step, _ in drops.values()],
                 fmt="o-",
                 color=colour_of(index),
                 capsize=2,
