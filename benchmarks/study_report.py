@@ -2,8 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,15 @@ from study_variants import find_variant, place_of
 
 from meta_attention.errors import DataError
 from meta_attention.evaluation.statistics import Figure
+from meta_attention.report.ablation.summary import frontier, interpolate
 
+REFERENCE = "hybrid-1-5"
 Row = dict[str, Any]
+FAMILIES = {
+    "static": ("tab:gray", "s"),
+    "bayes": ("tab:blue", "o"),
+    "prior-free": ("tab:orange", "^"),
+}
 
 
 def report(runs: Path) -> dict[str, list[Row]]:
@@ -49,7 +55,7 @@ def summarise(results: Sequence[Row]) -> dict[str, list[Row]]:
     tables = {}
     for scale, variants in groups.items():
         rows = [_row(name, variants[name]) for name in sorted(variants, key=place_of)]
-        _compare_with_static(rows)
+        _compare_with_static(rows, [run for runs in variants.values() for run in runs])
         tables[scale] = rows
     return tables
 
@@ -94,36 +100,56 @@ def _row(name: str, runs: Sequence[Row]) -> Row:
     }
 
 
-def _compare_with_static(rows: list[Row]) -> None:
-    """How far each loss is from the line through the static variants at the same FLOPs."""
-    static = sorted(
-        (row["attention_flops"]["mean"], row["loss"]["mean"])
-        for row in rows
-        if not row["is_routed"]
-    )
+def _compare_with_static(rows: list[Row], runs: Sequence[Row]) -> None:
+    """How far each loss is from static variants', seed by seed: seeds differ by more than variants.
+
+    Models of one seed that are routed in the hybrid's layers, or narrowed there, have the hybrid's
+    beginning. ``beyond_static`` is the distance to the line through the static models of the seed
+    that no cheaper one beats, at the same FLOPs; ``beyond_hybrid`` that to the hybrid as it is.
+    """
+    static: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    hybrids = {run["seed"]: run["hard"]["loss"] for run in runs if run["variant"] == REFERENCE}
+    for run in runs:
+        if not find_variant(run["variant"]).is_routed:
+            point = (run["hard"]["attention_flops"], run["hard"]["loss"])
+            static[run["seed"]].append(point)
     for row in rows:
-        at = row["attention_flops"]["mean"]
-        expected = _interpolate(static, at) if row["is_routed"] else None
-        row["beyond_static"] = None if expected is None else row["loss"]["mean"] - expected
+        own = [run for run in runs if run["variant"] == row["variant"]]
+        beyond: dict[str, list[float | None]] = {"beyond_static": [], "beyond_hybrid": []}
+        for run in own:
+            hard, seed = run["hard"], run["seed"]
+            line = _static_loss(static[seed], hard["attention_flops"])
+            is_compared = row["is_routed"] and line is not None
+            beyond["beyond_static"].append(hard["loss"] - line if is_compared else None)
+            hybrid = None if row["variant"] == REFERENCE else hybrids.get(seed)
+            beyond["beyond_hybrid"].append(None if hybrid is None else hard["loss"] - hybrid)
+        for key, values in beyond.items():
+            found = Figure.of(values)
+            row[key] = None if found is None else found.to_dict()
 
 
-def _interpolate(points: Sequence[tuple[float, float]], at: float) -> float | None:
-    """Between the neighbours of ``at``; None outside."""
-    for (x0, y0), (x1, y1) in pairwise(points):
-        if x0 <= at <= x1:
-            return y0 + (at - x0) / max(x1 - x0, 1e-12) * (y1 - y0)
-    return None
+def _static_loss(points: Sequence[tuple[float, float]], at: float) -> float | None:
+    """On the line through those that no cheaper one beats; None below the cheapest."""
+    best = frontier(points)
+    if best and at >= best[-1][0]:
+        return best[-1][1]
+    return interpolate(best, at)
 
 
 def print_table(scale: str, rows: Sequence[Row]) -> None:
     table = Table(title=f"{scale}: mean over seeds +- half of the 95% interval")
     texts = list(rows[0]["word_perplexity"])
-    columns = ["variant", "seeds", "M params", "loss", "vs static", "hard - soft", "attn FLOPs"]
-    columns += ["adaptivity", "collapsed", "step ms", *(f"{text} word ppl" for text in texts)]
+    columns = ["variant", "seeds", "M params", "loss", "vs static", "vs 1:5", "hard - soft"]
+    columns += [
+        "attn FLOPs",
+        "adaptivity",
+        "collapsed",
+        "step ms",
+        *(f"{text} word ppl" for text in texts),
+    ]
     for column in columns:
         table.add_column(column, justify="left" if column == "variant" else "right")
     for row in rows:
-        beyond = row["beyond_static"]
         # a time that was not measured alone is no time of the variant's own
         step = _cell(row["step_ms"], 1) if row["step_ms"] else "not timed"
         table.add_row(
@@ -131,7 +157,8 @@ def print_table(scale: str, rows: Sequence[Row]) -> None:
             str(len(row["seeds"])),
             f"{row['parameters'] / 1e6:.2f}",
             _cell(row["loss"], 4),
-            "-" if beyond is None else f"{beyond:+.4f}",
+            _cell(row["beyond_static"], 4, sign="+"),
+            _cell(row["beyond_hybrid"], 4, sign="+"),
             _cell(row["soft_gap"], 4),
             _cell(row["attention_flops"], 3),
             _cell(row["adaptivity"], 3),
@@ -142,15 +169,28 @@ def print_table(scale: str, rows: Sequence[Row]) -> None:
     Console(width=200).print(table)
 
 
-def _cell(figure: Row | None, digits: int) -> str:
+def _cell(figure: Row | None, digits: int, sign: str = "") -> str:
     if figure is None:
         return "-"
     half = figure["interval"]
-    return f"{figure['mean']:.{digits}f}" + ("" if half is None else f" +-{half:.{digits}f}")
+    return f"{figure['mean']:{sign}.{digits}f}" + ("" if half is None else f" +-{half:.{digits}f}")
+
+
+def _families(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows drawn alike; the rest of a name says which it is."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        family = "static"
+        if row["is_routed"]:
+            variant = find_variant(row["variant"])
+            is_prior_free = variant.controller == "prior_free"
+            family = "prior-free" if is_prior_free else "bayes"
+        found.setdefault(family, []).append(row)
+    return found
 
 
 def draw_frontier(rows: Sequence[Row], path: Path) -> None:
-    """Loss against counted FLOPs and against the measured time of a step."""
+    """Loss against counted FLOPs, and against times that were measured alone."""
     try:
         import matplotlib
     except ImportError:
@@ -158,33 +198,51 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> None:
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    import numpy as np
 
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5.5), sharey=True, layout="constrained")
-    is_alone = all(row["step_ms"] for row in rows)
-    time = "step_ms" if is_alone else "step_ms_side_by_side"
-    labels = {
-        "attention_flops": "counted attention FLOPs, share of full attention",
-        time: f"training step, ms ({'alone' if is_alone else 'side by side'} on the device)",
+    lengths = [length for row in rows for length in row["prefill_ms"]]
+    longest = max(lengths, key=int, default=None)
+    measures: dict[str, Callable[[Row], Row | None]] = {
+        "counted attention FLOPs, share of full attention": lambda row: row["attention_flops"],
+        "training step, ms, alone on the device": lambda row: row["step_ms"],
+        f"prefill of {longest} tokens, ms": lambda row: row["prefill_ms"].get(longest),
     }
-    for axis, (key, label) in zip(axes, labels.items(), strict=True):
-        for row in rows:
-            x, y = row[key], row["loss"]
+    known = {label: read for label, read in measures.items() if any(map(read, rows))}
+    figure, axes = plt.subplots(
+        1, len(known), figsize=(6.5 * len(known), 5.5), sharey=True, layout="constrained"
+    )
+    for axis, (label, read) in zip(np.atleast_1d(axes), known.items(), strict=True):
+        for family, of_family in _families(rows).items():
+            points = [
+                (x, row["loss"], row["variant"])
+                for row in of_family
+                if (x := read(row)) is not None
+            ]
+            colour, marker = FAMILIES[family]
             axis.errorbar(
-                x["mean"],
-                y["mean"],
-                xerr=x["interval"] or 0.0,
-                yerr=y["interval"] or 0.0,
-                fmt="o" if row["is_routed"] else "s",
-                color="tab:blue" if row["is_routed"] else "tab:gray",
-                capsize=2,
+                [x["mean"] for x, _, _ in points],
+                [y["mean"] for _, y, _ in points],
+                yerr=[y["interval"] or 0.0 for _, y, _ in points],
+                fmt=marker,
+                color=colour,
+                elinewidth=0.6,
+                label=family if points else None,
             )
-            at = (x["mean"], y["mean"])
-            axis.annotate(row["variant"], at, xytext=(4, 4), textcoords="offset points", fontsize=6)
-        static = sorted((r[key]["mean"], r["loss"]["mean"]) for r in rows if not r["is_routed"])
-        axis.plot([x for x, _ in static], [y for _, y in static], color="tab:gray", lw=0.8)
+            for x, y, name in points:
+                axis.annotate(
+                    name.removeprefix(f"{family}-"),
+                    (x["mean"], y["mean"]),
+                    xytext=(5, 3),
+                    textcoords="offset points",
+                    fontsize=6,
+                    color=colour,
+                )
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("validation loss, nats per token")
+    first = np.atleast_1d(axes)[0]
+    first.set_xscale("log")
+    first.set_ylabel("validation loss, nats per token")
+    first.legend(fontsize=7)
     figure.savefig(path, dpi=150)
     plt.close(figure)
     print(f"written: {path}")

@@ -29,8 +29,10 @@ when it is started again.
 
 import argparse
 import itertools
+import json
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import study_report
@@ -46,13 +48,13 @@ KNOWN = (
 )
 
 
-def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> list[Job]:
+def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: Iterable[int]) -> list[Job]:
     """A process for all variants that have a beginning in common, and a seed.
 
     All of a seed come before the next, the longest first.
     """
     jobs = []
-    for seed in range(seeds):
+    for seed in seeds:
         groups: dict[str, list[str]] = {}
         for name in variants:
             if not (study_run.run_folder(runs, scale, name, seed) / study_run.RESULT).exists():
@@ -68,7 +70,8 @@ def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: int) -> lis
 def run_all(args: argparse.Namespace) -> int:
     """Runs side by side; how many failed."""
     Cache.open(args.cache)
-    jobs = missing_jobs(args.out, args.scale, args.variants, args.seeds)
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    jobs = missing_jobs(args.out, args.scale, args.variants, seeds)
     missing = sum(len(job.folders) for job in jobs)
     say(f"{missing} of {args.seeds * len(args.variants)} runs are missing")
     return run_side_by_side(
@@ -115,7 +118,9 @@ def run_one(args: argparse.Namespace) -> int:
 def time_all(args: argparse.Namespace) -> int:
     cache = Cache.open(args.cache)
     for path in sorted(args.runs.glob(f"*-seed{args.seed}/{study_run.RESULT}")):
-        if not path.with_name(study_run.TIMING).exists():
+        variant = json.loads(path.read_text())["variant"]
+        is_asked = args.variants is None or variant in args.variants
+        if is_asked and not path.with_name(study_run.TIMING).exists():
             times = study_run.measure_times(
                 cache, path.parent, repeats=args.repeats, compile=args.compile
             )
@@ -156,6 +161,9 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("all", help="every missing run, several side by side")
     _add_run_options(command)
     command.add_argument("--seeds", type=int, default=5)
+    command.add_argument(
+        "--first-seed", type=int, default=0, help="others than those a recipe was chosen on"
+    )
     command.add_argument("--parallel", type=int, default=6, help="processes at a time")
     command.add_argument(
         "--time-limit",
@@ -172,6 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--cache", type=Path, required=True)
     command.add_argument("--runs", type=Path, required=True)
     command.add_argument("--seed", type=int, default=0, help="the seed whose runs are timed")
+    command.add_argument("--variants", nargs="+", metavar="VARIANT", help="only these")
     command.add_argument("--repeats", type=int, default=20)
     command.add_argument("--compile", action="store_true", help="compile the blocks, to train")
     command.set_defaults(call=time_all)

@@ -12,9 +12,10 @@ import torch
 from study_data import Cache
 from study_evaluation import autocast
 from study_variants import Scale, Variant
-from torch import Tensor
+from torch import Tensor, nn
 
 from meta_attention import MetaAttentionForCausalLM
+from meta_attention.controller.controllers import MLPController
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.objective import routing_loss
 from meta_attention.training.economy import WINDOW, Economy
@@ -53,6 +54,8 @@ class Training:
         config = variant.model_config(scale, cache.vocab_size)
         self.model = MetaAttentionForCausalLM(config).train()
         self.model.to(torch.device(device))
+        if variant.is_blind:
+            self._blind_controllers()
         if compile:
             for block in self.model.model.layers:
                 block.compile()
@@ -91,6 +94,16 @@ class Training:
         self._plain_steps = 0
         self.steps_done = 0
         self.seconds = 0.0
+
+    @torch.no_grad()
+    def _blind_controllers(self) -> None:
+        """Hidden units that are the same for every token; what is made of them is learnt."""
+        for block in self.model.model.layers:
+            if isinstance(block.attention.controller, MLPController):
+                first = block.attention.controller.mlp[0]
+                nn.init.zeros_(first.weight)  # type: ignore[arg-type]
+                nn.init.ones_(first.bias)  # type: ignore[arg-type]
+                first.requires_grad_(False)
 
     def _groups(self) -> list[tuple[str, dict[str, Any]]]:
         """Parameters that learn alike, and the knob of their learning rate."""

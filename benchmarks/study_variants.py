@@ -21,6 +21,7 @@ EXPERTS = {
     "L": ("local",),
     "M": ("local*16",),
     "N": ("local*32",),
+    "O": ("local*64",),
     "R": ("full", "linear", "local"),
     "S": ("full", "local"),
     "W": ("full", "local*16", "local"),
@@ -158,6 +159,8 @@ class Variant:
         draw: What routes are made from in training.
         widen: Windows are this many times as wide as those of the other variants.
         is_early: As it is from the first step on, without a beginning on full attention.
+        is_blind: Controllers do not see tokens: what they learn is one route for a layer, or for
+            each of its heads.
     """
 
     pattern: str
@@ -168,6 +171,7 @@ class Variant:
     draw: TrainingWeights = "one_hot"
     widen: int = 1
     is_early: bool = False
+    is_blind: bool = False
 
     @property
     def is_routed(self) -> bool:
@@ -241,7 +245,7 @@ def _in_tokens(name: str, window: int) -> str:
 # in a group of layers the full one has layers after it, which can use what it found
 HYBRID = "LLLFLL"
 # of the routed layers; in all layers, or in the full layers of the hybrid
-TARGETS = {"all": (0.1, 0.2, 0.4), "global": (0.2, 0.4, 0.6), "wide": (0.15, 0.3, 0.45)}
+TARGETS = {"all": (0.1, 0.2, 0.4), "global": (0.2, 0.4, 0.6), "wide": (0.15, 0.3, 0.45, 0.6)}
 # without linear attention, which made every trial worse; "wide" has a middle between all and little
 ROUTED_PATTERNS = {
     "all": "S",
@@ -261,11 +265,15 @@ VARIANTS: dict[str, Variant] = {
     # its full layer narrowed when others are routed, and from the first step
     "hybrid-1-5-x16-late": Variant(HYBRID.replace("F", "M")),
     "hybrid-1-5-x32-late": Variant(HYBRID.replace("F", "N")),
+    "hybrid-1-5-x64-late": Variant(HYBRID.replace("F", "O")),
     "hybrid-1-5-x16": Variant(HYBRID.replace("F", "M"), is_early=True),
     "hybrid-1-5-x32": Variant(HYBRID.replace("F", "N"), is_early=True),
     "prior-free-all-0.2": Variant("S", "prior_free", target=0.2),
     "prior-free-global-0.4": Variant(HYBRID.replace("F", "S"), "prior_free", target=0.4),
     "prior-free-wide-0.3": Variant(HYBRID.replace("F", "W"), "prior_free", target=0.3),
+    "prior-free-wide-kv_head-0.45": Variant(
+        HYBRID.replace("F", "W"), "prior_free", target=0.45, granularity="kv_head"
+    ),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
         ROUTED_PATTERNS[where], target=target, granularity=granularity
@@ -284,6 +292,8 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = {
     "thompson": lambda v: replace(v, draw="sample"),
     "argmax": lambda v: replace(v, draw="mean"),
     "early": lambda v: replace(v, is_early=True),
+    # is it the token that matters, or the head?
+    "blind": lambda v: replace(v, is_blind=True),
 }
 
 

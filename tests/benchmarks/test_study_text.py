@@ -10,6 +10,7 @@ import study_run
 import study_text
 import torch
 from study_data import Cache, prepare
+from study_training import Training
 from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 from transformers import PreTrainedTokenizerFast
 
@@ -243,7 +244,7 @@ def test_a_process_takes_what_begins_alike_and_long_ones_come_first(tmp_path):
     names = ["local", "full", "hybrid-1-5", "bayes-global-token-0.2", "prior-free-global-0.4"]
     (tmp_path / "tiny-full-seed1").mkdir()
     (tmp_path / "tiny-full-seed1" / "result.json").write_text("{}")
-    jobs = study_text.missing_jobs(tmp_path, "tiny", names, 2)
+    jobs = study_text.missing_jobs(tmp_path, "tiny", names, range(2))
     together = "hybrid-1-5 bayes-global-token-0.2 prior-free-global-0.4"
     assert [(job.variant, job.seeds) for job in jobs] == [
         (together, (0,)),
@@ -264,7 +265,12 @@ def test_a_report_has_means_intervals_and_the_distance_to_static_variants(cache,
     assert full["n"] == 2
     assert full["interval"] > 0.0
     assert rows["full"]["step_ms"]["n"] == 1
-    assert rows["bayes-global-token-0.4"]["beyond_static"] is not None
+    routed, static = rows["bayes-global-token-0.4"], [rows["local"], rows["full"]]
+    # between two static models alone, seed by seed
+    assert routed["beyond_static"]["n"] == 2
+    low, high = sorted(row["loss"]["mean"] for row in static)
+    assert low - 1e-9 <= routed["loss"]["mean"] - routed["beyond_static"]["mean"] <= high + 1e-9
+    assert routed["beyond_hybrid"] is None
     assert (tmp_path / "frontier-tiny.png").stat().st_size > 0
     assert json.loads((tmp_path / "report.json").read_text())["tiny"]
 
@@ -330,3 +336,54 @@ def test_routes_are_no_longer_drawn_at_the_end_if_asked(cache):
         training.step()
         draws.append(training.model.config.training_weights)
     assert draws == ["one_hot", "one_hot", "mean", "mean"]
+
+
+def test_routes_are_compared_with_the_best_static_model_of_their_cost_and_seed():
+    def run(variant, seed, flops, loss):
+        hard = {
+            "loss": loss,
+            "attention_flops": flops,
+            "loss_by_position": {},
+            "routing": {"adaptivity": 0.1, "collapsed_layers": {}},
+        }
+        rest = {"scale": "tiny", "parameters": 1, "tokens": 1, "step_ms": 1.0, "timing": {}}
+        return rest | {
+            "variant": variant,
+            "seed": seed,
+            "hard": hard,
+            "soft": hard,
+            "words": {},
+        }
+
+    results = []
+    for seed, shift in ((0, 0.0), (1, 0.3)):
+        results += [
+            run("local", seed, 0.1, 4.0 + shift),
+            run("hybrid-1-5", seed, 0.2, 3.0 + shift),
+            run("full", seed, 1.0, 3.5 + shift),  # dearer and worse: no part of the line
+            run("bayes-wide-kv_head-0.3", seed, 0.15, 3.1 + shift + 0.01 * seed),
+            run("bayes-global-token-0.4", seed, 0.6, 3.2 + shift),
+            run("bayes-global-token-0.2", seed, 0.05, 3.2 + shift),
+        ]
+    rows = {row["variant"]: row for row in study_report.summarise(results)["tiny"]}
+    between, beyond = rows["bayes-wide-kv_head-0.3"], rows["bayes-global-token-0.4"]
+    assert between["beyond_static"]["mean"] == pytest.approx(-0.4 + 0.005)
+    # seeds differ by 0.3, and variants of a seed hardly
+    assert between["beyond_static"]["interval"] < 0.1 < between["loss"]["interval"]
+    assert between["beyond_hybrid"]["mean"] == pytest.approx(0.1 + 0.005)
+    assert beyond["beyond_static"]["mean"] == pytest.approx(0.2)
+    assert rows["bayes-global-token-0.2"]["beyond_static"] is None
+    assert rows["hybrid-1-5"]["beyond_hybrid"] is None
+
+
+def test_a_blind_controller_has_one_route_for_each_head(cache):
+    variant = find_variant("bayes-global-kv_head-0.2-blind")
+    scale = SCALES["tiny"].with_changes(["steps=40", "routed_from=0", "ramp=0", "kl_weight=1"])
+    training = Training(cache, variant, scale, seed=0, device="cpu")
+    before = training.model.model.layers[3].attention.controller.mlp[2].weight.clone()
+    training.window()
+    after = training.model.model.layers[3].attention.controller.mlp[2].weight
+    assert not torch.equal(before, after)
+    out = training.model.eval()(training.batch(), use_cache=False, output_routing=True)
+    weights = out.concentrations[3]  # [B, T, G, E]
+    torch.testing.assert_close(weights, weights[:1, :1].expand_as(weights))

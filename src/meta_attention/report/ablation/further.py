@@ -13,8 +13,8 @@ REPEATED = ("bayesian", "prior-free")
 
 def gate_points(ablation: Ablation, variant: str) -> dict[str, list[dict[str, float]]]:
     """Cost and loss at rising thresholds, by signal; means over seeds."""
-    of_runs = [run.result.get("gates") for run in ablation.by_variant[variant]]
-    of_runs = [gates for gates in of_runs if gates]
+    runs = ablation.by_variant[variant]
+    of_runs = [run.result["gates"] for run in runs if run.result.get("gates")]
     found: dict[str, list[dict[str, float]]] = {}
     for signal in of_runs[0] if of_runs else ():
         at_thresholds = zip(*(gates[signal] for gates in of_runs), strict=True)
