@@ -222,7 +222,8 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> None:
             axis.errorbar(
                 [x["mean"] for x, _, _ in points],
                 [y["mean"] for _, y, _ in points],
-                yerr=[y["interval"] or 0.0 for _, y, _ in points],
+                # of two seeds they would hide everything else
+                yerr=[y["interval"] if y["n"] > 2 else 0.0 for _, y, _ in points],
                 fmt=marker,
                 color=colour,
                 elinewidth=0.6,
