@@ -145,6 +145,15 @@ class ResidualStream:
         return replace(attended, output=self.read())
 
 
+def count_reads(config: MetaAttentionConfig) -> int:
+    """Sources that all sublayers of a token read together, and the final norm; nothing at first."""
+    ends, reads = group_ends(config), 0
+    for sublayer in range(1, ends[-1] + 1):
+        finished = sum(end <= sublayer for end in ends)
+        reads += 1 + finished + (sublayer not in ends)
+    return reads
+
+
 def group_ends(config: MetaAttentionConfig) -> list[int]:
     """The sublayer after each group, of which the full variant has one for each sublayer."""
     num_sublayers = 2 * config.num_hidden_layers

@@ -214,10 +214,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         # positional, as checkpointing passes them on
         arguments = (mask, position_ids, document_ids, cache, rotation, step)
         for block in self.layers:
-            if stream is None:
-                out = block(x, *arguments)
-            else:
-                out = stream.through(block, x, *arguments)
+            out = block(x, *arguments) if stream is None else stream.through(block, x, *arguments)
             x = out.output
             # of the states of all layers, long prompts have room for few
             outputs.append(replace(out, output=x.new_empty(0)))

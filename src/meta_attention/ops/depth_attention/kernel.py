@@ -4,7 +4,7 @@ Autograd would add up the gradients of a source from every sublayer that reads i
 pass over three tensors. Here they go along a chain: whatever reads the sources hands them on, so
 that its backward gets the gradient of all later readers and adds its own while it is there.
 
-Shapes: I sources, N tokens, D width, S rows at once.
+Shapes: N tokens, D width, S rows at once.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from meta_attention.ops.launch import ceil_div, launch, next_power_of_2
 
 # rows of a program, and numbers that it keeps of them: with more, registers would not do
 MAX_ROWS = 8
-MAX_KEPT = 32768
+MAX_KEPT = 16384
 # tokens of a program, for which it reads the queries once
 TOKENS = 8
 
@@ -53,9 +53,12 @@ def depth_attend_fwd_kernel(
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         denominator = tl.zeros([ROWS], tl.float32)
         numerator = tl.zeros([ROWS, BLOCK], tl.float32)
+        coming = tl.load(bank_ptr + t * D + d, mask=d < D, other=0.0)
         for i in range(num_sources):
-            source = tl.load(bank_ptr + (i * N + t) * D + d, mask=d < D, other=0.0)
-            source = source.to(tl.float32)
+            source = coming.to(tl.float32)
+            # the next one is on its way while this one is summed up
+            after = tl.minimum(i + 1, num_sources - 1)
+            coming = tl.load(bank_ptr + (after * N + t) * D + d, mask=d < D, other=0.0)
             scale = tl.load(scales_ptr + i * N + t)
             logit = tl.sum(query * source[None, :], 1) * scale
             tl.store(logits_ptr + (i * S + j) * N + t, logit, mask=is_row)
@@ -104,9 +107,14 @@ def depth_attend_bwd_kernel(
         d_numerator = tl.load(d_numerators_ptr + at, mask=inside, other=0.0).to(tl.float32)
         d_denominator = tl.load(d_denominators_ptr + j * N + t, mask=is_row, other=0.0)
         maximum = tl.load(maxima_ptr + j * N + t, mask=is_row, other=0.0)
+        coming = tl.load(bank_ptr + t * D + d, mask=d < D, other=0.0)
         for i in range(num_sources):
             here = (i * N + t) * D + d
-            source = tl.load(bank_ptr + here, mask=d < D, other=0.0).to(tl.float32)
+            source = coming.to(tl.float32)
+            after = tl.minimum(i + 1, num_sources - 1)
+            coming = tl.load(bank_ptr + (after * N + t) * D + d, mask=d < D, other=0.0)
+            if not IS_LAST:
+                later = tl.load(d_bank_ptr + here, mask=d < D, other=0.0)
             scale = tl.load(scales_ptr + i * N + t)
             logit = tl.load(logits_ptr + (i * S + j) * N + t, mask=is_row, other=0.0)
             weight = tl.where(is_row, tl.exp(logit - maximum), 0.0)
@@ -119,7 +127,7 @@ def depth_attend_bwd_kernel(
             through_scale = tl.sum(d_logit * logit, 0) * scale * scale / D
             d_source -= through_scale * source
             if not IS_LAST:
-                d_source += tl.load(d_bank_ptr + here, mask=d < D, other=0.0).to(tl.float32)
+                d_source += later.to(tl.float32)
             tl.store(d_bank_ptr + here, d_source.to(d_bank_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -232,14 +240,16 @@ class _RowGradients:
 
     def __init__(self, shape: tuple[int, int, int], like: Tensor) -> None:
         self.shape, self.dtype, self.device = shape, like.dtype, like.device
-        self.numerators: Tensor | None = None  # [S, N, D]
-        self.denominators: Tensor | None = None  # [S, N]
+        self.buffers: tuple[Tensor, Tensor] | None = None  # [S, N, D] and [S, N]
 
     def of(self, j: int) -> tuple[Tensor, Tensor]:
-        if self.numerators is None:
-            self.numerators = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            self.denominators = torch.empty(self.shape[:2], device=self.device)
-        return self.numerators[j], self.denominators[j]
+        if self.buffers is None:
+            self.buffers = (
+                torch.empty(self.shape, dtype=self.dtype, device=self.device),
+                torch.empty(self.shape[:2], dtype=torch.float32, device=self.device),
+            )
+        numerators, denominators = self.buffers
+        return numerators[j], denominators[j]
 
     def take(self, d_numerators, d_denominators) -> tuple[Tensor, Tensor]:
         """All of them; those that came another way, or not at all, are copied to their place."""
@@ -249,8 +259,8 @@ class _RowGradients:
                     place.zero_()
                 elif gradient.data_ptr() != place.data_ptr():
                     place.copy_(gradient)
-        taken = self.numerators, self.denominators
-        self.numerators = self.denominators = None
+        taken, self.buffers = self.buffers, None
+        assert taken is not None
         return taken
 
 
@@ -286,7 +296,7 @@ class Attend(torch.autograd.Function):
             (bank, scales, queries, numerators, denominators, maxima, logits),
             (num_sources, N, D),
             _sizes(S, D),
-            num_warps=_warps(next_power_of_2(S) * D, 2048),
+            num_warps=_warps(S, D),
         )
         ctx.gradients, ctx.num_sources = gradients, num_sources
         # sources are added to the bank later, in other places: no reason to refuse it then
@@ -301,14 +311,14 @@ class Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_bank, _, *d_rows):
         queries, maxima, logits = ctx.saved_tensors
-        bank, I = ctx.bank, ctx.num_sources
+        bank, count = ctx.bank, ctx.num_sources
         _, N, D = bank.shape
         S = queries.shape[0]
         d_numerators, d_denominators = ctx.gradients.take(d_rows[:S], d_rows[S:])
         is_last = d_bank is None
         if is_last:
             d_bank = torch.empty_like(bank)
-        d_products = queries.new_empty(S, I, N)
+        d_products = queries.new_empty(S, count, N)
         launch(
             depth_attend_bwd_kernel,
             (ceil_div(N, TOKENS), 1, 1),
@@ -316,13 +326,13 @@ class Attend(torch.autograd.Function):
                 *(bank, ctx.scales, queries, maxima, logits),
                 *(d_numerators, d_denominators, d_bank, d_products),
             ),
-            (I, N, D),
+            (count, N, D),
             _sizes(S, D) | {"IS_LAST": is_last},
-            num_warps=_warps(next_power_of_2(S) * D, 2048),
+            num_warps=_warps(S, D),
         )
         d_queries = None
         if ctx.needs_input_grad[1]:
-            d_queries = _product(d_products.view(S, I * N), bank[:I].view(I * N, D))
+            d_queries = _product(d_products.view(S, count * N), bank[:count].view(count * N, D))
         return d_bank, d_queries, None, None, None
 
 
@@ -342,7 +352,7 @@ class Join(torch.autograd.Function):
             (numerator, denominator, maximum, partial, query, mixed, logit, scale),
             (D, float(count), eps),
             {"JOINS": joins, "BLOCK": next_power_of_2(D)},
-            num_warps=_warps(D, 256),
+            num_warps=_row_warps(D),
         )
         ctx.save_for_backward(denominator, maximum, partial, query, mixed, logit, scale)
         ctx.row, ctx.count = row, count
@@ -369,7 +379,7 @@ class Join(torch.autograd.Function):
             ),
             (D, float(ctx.count)),
             {"JOINS": joins, "IS_LAST": d_later is None, "BLOCK": next_power_of_2(D)},
-            num_warps=_warps(D, 256),
+            num_warps=_row_warps(D),
         )
         d_query = None
         if joins and ctx.needs_input_grad[4]:
@@ -432,8 +442,14 @@ def _sizes(S: int, D: int) -> dict[str, int]:
     return {"S": S, "ROWS": next_power_of_2(S), "BLOCK": next_power_of_2(D), "TOKENS": TOKENS}
 
 
-def _warps(numbers: int, per_warp: int) -> int:
-    return min(max(next_power_of_2(numbers) // per_warp, 1), 16)
+def _warps(S: int, D: int) -> int:
+    # a thread has all rows of its channels: sums over rows stay within it
+    kept, width = next_power_of_2(S) * next_power_of_2(D), next_power_of_2(D)
+    return min(max(kept // 2048, width // 1024, 1), 16)
+
+
+def _row_warps(D: int) -> int:
+    return min(max(next_power_of_2(D) // 256, 1), 16)
 
 
 def _product(weights: Tensor, rows: Tensor) -> Tensor:
