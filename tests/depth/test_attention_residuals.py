@@ -276,9 +276,8 @@ def test_gradient_checkpointing_changes_no_gradient(variant):
     assert len(calls) == 2 * 4, "nothing was computed twice"
 
 
-@VARIANTS
-def test_compiles_without_graph_breaks(variant):
-    model, ids = make_model(num_hidden_layers=2, experts=("full",), **variant).train(), draw()
+def test_compiles_without_graph_breaks():
+    model, ids = make_model(num_hidden_layers=2, experts=("full",), **BLOCKS).train(), draw()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     ours = compiled(ids, labels=ids, use_cache=False)
     torch.testing.assert_close(ours.loss, model(ids, labels=ids, use_cache=False).loss)
@@ -303,6 +302,46 @@ def test_blocks_compile_one_by_one():
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected)
     assert len(graphs) == 2
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("variant", "checkpointing"), [(FULL, False), (BLOCKS, False), (BLOCKS, True)]
+)
+def test_a_model_on_kernels_is_the_model_on_the_reference(variant, checkpointing, kernel_device):
+    options = {"num_hidden_layers": 2, "experts": ("full",), "impl": "reference"}
+    model = make_model(**options, **variant).to(kernel_device).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = draw(B=1, T=4).to(kernel_device)
+    found = []
+    for impl in ("reference", "triton"):
+        model.model.residuals.impl = impl
+        model.zero_grad()
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        with torch.no_grad():
+            evaluated = model(ids, use_cache=False).logits
+        torch.testing.assert_close(evaluated, out.logits)
+        found.append((out.logits, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_run_under_autocast(kernel_device):
+    """Sources are then rounded, and what is read is not; the interpreter rounds them otherwise."""
+    options = {"num_hidden_layers": 2, "experts": ("full",), "impl": "reference"}
+    model = make_model(**options, **BLOCKS).to(kernel_device).train()
+    ids = draw(B=1, T=4).to(kernel_device)
+    found = []
+    for impl in ("reference", "triton"):
+        model.model.residuals.impl = impl
+        model.zero_grad()
+        with torch.autocast(kernel_device, dtype=torch.bfloat16):
+            out = model(ids, labels=ids, output_hidden_states=True)
+        out.loss.backward()
+        assert {state.dtype for state in out.hidden_states[:-1]} == {torch.float32}
+        found.append((out.loss, [p.grad for p in model.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=0.1, atol=0.02)
+    assert model.model.residuals.queries.grad[1:].abs().sum(dim=1).min() > 0.0
 
 
 @VARIANTS

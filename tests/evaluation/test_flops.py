@@ -287,11 +287,11 @@ def test_logits_may_be_of_the_last_tokens_only():
 
 
 def test_totals_are_the_sums_of_the_parts():
-    flops = count_model(make_config(), [make_routes(2, 20, 3)] * 2)
+    flops = count_model(make_config(residual="attention"), [make_routes(2, 20, 3)] * 2)
     parts = asdict(flops)
     assert all(isinstance(value, float) and value > 0 for value in parts.values())
     assert flops.model == sum(parts.values())
-    assert flops.layer == flops.model - flops.feed_forward - flops.head
+    assert flops.layer == flops.model - flops.feed_forward - flops.head - flops.residuals
 
 
 def test_an_expert_of_ones_own_counts_by_its_mean():

@@ -13,7 +13,7 @@ implementation. Queries start at zero, which makes the softmax a mean.
 
 ``count`` makes that mean the plain sum. The paper leaves it out, since every input goes through an
 RMS norm, which takes any factor out again, but for its eps: that is not small next to the mean of
-many sources at initial weights of 0.02.
+many small sources.
 
 Sources are of a token: nothing of them outlives a forward, and a cache does not know of them.
 """

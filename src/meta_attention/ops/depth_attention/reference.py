@@ -23,18 +23,17 @@ class ListedSources:
         self.sources.append(source)
 
     def attend(self, queries: Tensor) -> list[DepthRow]:
+        logits = [self._logits(source, queries) for source in self.sources]  # [B, T, S] each
+        maximum = torch.stack(logits).detach().amax(dim=0)
+        weights = [torch.exp(logit - maximum).unbind(dim=-1) for logit in logits]
         rows = []
-        logits = torch.stack([self._logits(source, queries) for source in self.sources])
-        maximum = logits.detach().amax(dim=0)  # [B, T, S]
-        weights = torch.exp(logits - maximum)  # [I, B, T, S]
-        for j in range(queries.shape[0]):
-            numerator = sum(
-                weights[i, ..., j, None] * source.to(self.compute)
-                for i, source in enumerate(self.sources)
-            )
-            assert isinstance(numerator, Tensor)
-            denominator = weights[..., j].sum(dim=0)
-            rows.append(DepthRow(numerator, denominator, maximum[..., j], len(self.sources)))
+        for j, highest in enumerate(maximum.unbind(dim=-1)):
+            numerator = torch.zeros_like(self.sources[0], dtype=self.compute)
+            denominator = torch.zeros_like(highest)
+            for weight, source in zip(weights, self.sources, strict=True):
+                numerator = numerator + weight[j].unsqueeze(-1) * source.to(self.compute)
+                denominator = denominator + weight[j]
+            rows.append(DepthRow(numerator, denominator, highest, len(self.sources)))
         return rows
 
     def join(
