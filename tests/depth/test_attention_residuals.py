@@ -147,6 +147,14 @@ def test_the_plain_sum_is_what_it_was():
     assert torch.equal(model(draw()).logits, model.lm_head(model.model.norm(x)))
 
 
+@pytest.mark.parametrize("variant", [{}, FULL, BLOCKS], ids=["sum", "full", "block"])
+def test_what_shards_a_model_finds_its_blocks(variant):
+    """FSDP wraps these by name, and refuses names that the model does not have."""
+    model = make_model(**variant)
+    names = {type(block).__name__ for block in model.model.layers}
+    assert set(model._no_split_modules) == set(model.model._no_split_modules) == names
+
+
 @VARIANTS
 def test_every_query_that_can_choose_learns(variant):
     model = make_model(trained=False, **variant).train()

@@ -72,11 +72,17 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
     config: MetaAttentionConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["MetaTransformerBlock", "HalvedBlock"]
+    _no_split_modules = ["MetaTransformerBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     # evidence below a bfloat16's precision would vanish
     _keep_in_fp32_modules_strict = ["controller", "rates", "residuals"]
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        super().__init__(config)
+        if config.residual != "sum":
+            # of the model's own blocks only: FSDP refuses names that it does not find
+            self._no_split_modules = ["HalvedBlock"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
