@@ -1,5 +1,8 @@
 """depth_attention: kernels agree with the definition, and hand gradients on."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -91,6 +94,21 @@ def test_a_second_backward_finds_what_the_first_found(impl, kernel_device):
     first = torch.autograd.grad(loss, (data, queries), retain_graph=True)
     for ours, expected in zip(torch.autograd.grad(loss, (data, queries)), first, strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_numerators_are_not_kept_for_the_backward(kernel_device):
+    data = torch.randn(2, 1, 4, 8, device=kernel_device, requires_grad=True)
+    queries = torch.randn(1, 8, device=kernel_device)
+    sources = open_sources(data[0], 2, eps=1e-6, impl="triton")
+    (row,) = sources.attend(queries)
+    numerator = weakref.ref(row.numerator.untyped_storage())
+    mixed, _ = sources.join(row, data[1], queries[0])
+    assert numerator() is not None
+    del row
+    gc.collect()
+    assert numerator() is None
+    mixed.sum().backward()
+    assert data.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

@@ -355,7 +355,8 @@ class Join(torch.autograd.Function):
             num_warps=_row_warps(D),
         )
         ctx.save_for_backward(denominator, maximum, partial, query, mixed, logit, scale)
-        ctx.row, ctx.count = row, count
+        # not the row: its numerator is not needed any more
+        ctx.gradients, ctx.index, ctx.count = row.gradients, row.index, count
         ctx.set_materialize_grads(False)
         return (mixed, partial) if joins else mixed
 
@@ -367,7 +368,7 @@ class Join(torch.autograd.Function):
         joins = partial is not None
         d_mixed = torch.zeros_like(mixed) if d_mixed is None else d_mixed.contiguous()
         d_later = None if d_later is None else d_later.contiguous()
-        d_numerator, d_denominator = ctx.row.gradients.of(ctx.row.index)
+        d_numerator, d_denominator = ctx.gradients.of(ctx.index)
         d_partial = torch.empty_like(partial) if joins else None
         d_product = torch.empty_like(denominator) if joins else None
         launch(
