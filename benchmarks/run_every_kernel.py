@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meta_attention.ops.depth_attention import open_sources
 from meta_attention.ops.linear_attention import linear_attention
 from meta_attention.ops.route_merge import route_merge
 from meta_attention.ops.route_plan import plan_routes
@@ -102,6 +103,24 @@ def run_decode(
     assert rows.isfinite().all(), (P, dtype)
 
 
+def run_depth(D: int, dtype: torch.dtype) -> None:
+    """Two sublayers over a growing number of sources, forward and backward."""
+    data = torch.randn(4, B, T, D, device="cuda", dtype=dtype, requires_grad=True)
+    queries = torch.randn(4, D, device="cuda", requires_grad=True)
+    sources = open_sources(data[0], 3, eps=1e-6)
+    sources.add(data[1])
+    first, second = sources.attend(queries[:2])
+    row, _ = sources.join(first, None, queries[0])
+    joined, partial = sources.join(second, row + data[2], queries[1])
+    assert partial is not None
+    sources.add(partial + data[3])
+    (last,) = sources.attend(queries[2:3])
+    mixed, _ = sources.join(last, None, queries[2])
+    gradients = torch.autograd.grad((mixed + joined).float().square().sum(), [data, queries])
+    for tensor in (mixed, joined, *gradients):
+        assert tensor.isfinite().all(), (D, dtype)
+
+
 def main() -> None:
     torch.manual_seed(0)
     for is_exclusive in (True, False):
@@ -113,6 +132,8 @@ def main() -> None:
     run_decode(128, torch.bfloat16)
     run_decode(128, torch.bfloat16, forgets=True)
     run_decode(64, torch.bfloat16, num_sinks=4, softcap=50.0)
+    run_depth(1024, torch.bfloat16)
+    run_depth(96, torch.float32)
     torch.cuda.synchronize()
     print("every kernel ran, and every result is finite")
 

@@ -17,6 +17,7 @@ RouteGradient = Literal["all", "chosen"]
 RouteGranularity = Literal["token", "kv_head"]
 RoutingName = Literal["soft", "hard", "gated"]
 Signal = Literal["entropy", "mean_entropy", "margin", "mutual_information", "vacuity"]
+ResidualName = Literal["sum", "attention", "block_attention"]
 
 # what a controller without a prior can tell
 _SIGNALS_OF_WEIGHTS = ("mean_entropy", "margin")
@@ -102,6 +103,12 @@ class MetaAttentionConfig(PreTrainedConfig):
             it makes tokens hard.
         impl: Implementation of the tensor functions. ``"auto"`` takes the fastest there is; one
             asked for by name runs or raises.
+        residual: What the halves of the blocks read. ``"sum"``: the sum of the embedding and of
+            all outputs before, as in any transformer. ``"attention"``: a softmax over them, by a
+            learned query for each half (Attention Residuals). ``"block_attention"``: a softmax
+            over the sums of groups of outputs, which costs less. Both start as the sum.
+        residual_blocks: Groups of ``"block_attention"``: the halves of all blocks in order, in so
+            many groups of equal size, or one more or less.
     """
 
     model_type = "meta_attention"
@@ -152,12 +159,15 @@ class MetaAttentionConfig(PreTrainedConfig):
     uncertainty_signal: Signal = "mutual_information"
     uncertainty_threshold: float | None = None
     impl: Impl = "auto"
+    residual: ResidualName = "sum"
+    residual_blocks: int = 8
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_names(kwargs)
         self._check_sizes()
         self._check_experts()
         self._check_routing()
+        self._check_residual()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -318,6 +328,17 @@ class MetaAttentionConfig(PreTrainedConfig):
         for name in ("kl_weight", "cost_weight", "initializer_range", "rms_norm_eps"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be finite and >= 0, got {getattr(self, name)}")
+
+    def _check_residual(self) -> None:
+        _require_choice("residual", self.residual, ResidualName)
+        _require_count("residual_blocks", self.residual_blocks)
+        halves = 2 * self.num_hidden_layers
+        if self.residual == "block_attention" and self.residual_blocks > halves:
+            raise ConfigError(
+                f"residual_blocks must be at most {halves}, two for each of "
+                f"{self.num_hidden_layers} layers, got {self.residual_blocks}; "
+                f"{halves} is residual='attention'"
+            )
 
     def _check_prior(self) -> None:
         strengths = self.prior_strength

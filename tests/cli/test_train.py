@@ -81,6 +81,7 @@ def test_static_baselines_and_other_flags_reach_the_model(tmp_path):
         *("--out", tmp_path / "run", *SMALL, "--layers", 3, "--layer-experts", "local,local,full"),
         *("--expert-costs", "paper", "--kv-heads", 1, "--grad-accum", 2, "--isolate-documents"),
         *("--gradient-checkpointing", "--precision", "bf16", "--own-projections"),
+        *("--residual", "block_attention", "--residual-blocks", 2),
     )
     assert result.exit_code == 0, result.output
     assert "every layer is static" in result.output
@@ -88,6 +89,7 @@ def test_static_baselines_and_other_flags_reach_the_model(tmp_path):
     assert config.layer_experts == (("local",), ("local",), ("full",))
     assert config.num_key_value_heads == 1
     assert not config.shared_projections
+    assert (config.residual, config.residual_blocks) == ("block_attention", 2)
 
 
 def test_hard_routes_that_run_only_the_chosen_expert_learn(tmp_path):
@@ -217,6 +219,8 @@ def test_bad_settings_are_one_clear_sentence(tmp_path):
     assert "must reach its end" in str(error_of(*out, *SMALL, "--kl-weight", "0->1@0s:9s"))
     assert "such as 'local*5'" in str(error_of(*out, *SMALL, "--layer-experts", "local*x"))
     assert "an expert of a layer" in str(error_of(*out, *SMALL, "--start-expert", "fulll"))
+    blocks = ("--residual", "block_attention", "--residual-blocks", 9)
+    assert "residual_blocks must be at most" in str(error_of(*out, *SMALL, *blocks))
     assert "no run.json" in str(error_of(*out, "--resume"))
     assert "must have a GPU" in str(error_of(*out, *SMALL, "--precision", "fp16"))
     # nothing was left behind that a corrected command would trip over

@@ -223,6 +223,30 @@ def test_a_whole_model_is_counted_as_pytorch_does(granularity):
     assert count_model(config, out.routing_weights).model == counter.get_total_flops()
 
 
+@pytest.mark.parametrize(
+    "residual",
+    [{"residual": "attention"}, {"residual": "block_attention", "residual_blocks": 3}],
+    ids=str,
+)
+def test_reading_sources_is_counted_as_pytorch_counts_its_logits(residual):
+    """To PyTorch sums are no products; they have as many terms as there are logits."""
+    tokens = torch.randint(61, (3, 64))
+
+    def products(**options):
+        torch.manual_seed(0)
+        model = MetaAttentionForCausalLM(make_config(num_hidden_layers=4, **options)).eval()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(tokens)
+        return counter.get_total_flops()
+
+    config = make_config(num_hidden_layers=4, experts=("full",), **residual)
+    counted = count_model(config, [torch.ones(3, 64, 1)] * 4)
+    assert counted.residuals == 2 * (products(**residual) - products()) > 0
+    assert count_mix(config, {"full": 1.0}, 64).residuals == counted.residuals / 3
+    plain = count_model(make_config(experts=("full",)), [torch.ones(3, 64, 1)] * 2)
+    assert plain.residuals == 0.0
+
+
 def test_attention_over_query_lists_is_counted_as_pytorch_does():
     config = make_config(experts=("full", "linear"), causal=False)
     weights = torch.nn.functional.one_hot(torch.randint(2, (2, 40)), 2).float()
@@ -263,11 +287,11 @@ def test_logits_may_be_of_the_last_tokens_only():
 
 
 def test_totals_are_the_sums_of_the_parts():
-    flops = count_model(make_config(), [make_routes(2, 20, 3)] * 2)
+    flops = count_model(make_config(residual="attention"), [make_routes(2, 20, 3)] * 2)
     parts = asdict(flops)
     assert all(isinstance(value, float) and value > 0 for value in parts.values())
     assert flops.model == sum(parts.values())
-    assert flops.layer == flops.model - flops.feed_forward - flops.head
+    assert flops.layer == flops.model - flops.feed_forward - flops.head - flops.residuals
 
 
 def test_an_expert_of_ones_own_counts_by_its_mean():

@@ -55,6 +55,7 @@ GluonJITFunction.__getitem__ = compile_only
 def main():
     from meta_attention.ops.controller_logits import Network
     from meta_attention.ops.controller_logits.kernel import controller_logits_triton
+    from meta_attention.ops.depth_attention.kernel import BankedSources
     from meta_attention.ops.linear_attention import hopper as linear_hopper
     from meta_attention.ops.linear_attention.kernel import linear_attention_triton
     from meta_attention.ops.rotary.kernel import rotate_triton
@@ -112,6 +113,16 @@ def main():
     table = torch.zeros(1, T, P, dtype=half)
     rotate_triton(heads[0].detach(), table, table)
     route_merge_triton(torch.zeros(B, T, 3), [x, x, x], False)
+
+    # the inputs of a group of six sublayers, the second of which has a sum to join, and the last
+    x = torch.zeros(B, T, 1024, dtype=half, requires_grad=True)
+    queries = torch.zeros(7, 1024, requires_grad=True)
+    sources = BankedSources(x, 2, 1e-6)
+    first, second, *_ = sources.attend(queries[:6])
+    mixed, partial = sources.join(second, sources.join(first, None, queries[0])[0], queries[1])
+    sources.add(mixed + partial)
+    (last,) = sources.attend(queries[6:])
+    torch.autograd.grad(sources.join(last, None, queries[6])[0].sum(), [x, queries])
 
     query, new = torch.zeros(B, H, P, dtype=half), torch.zeros(B, K, P, dtype=half)
     cache = torch.zeros(B, K, T, P, dtype=half)

@@ -455,3 +455,17 @@ def test_rates_of_state_spaces_do_not_decay(tmp_path):
     trainer.train()
     for name in own:
         assert not torch.equal(model.get_parameter(name), before[name]), name
+
+
+def test_queries_of_attention_residuals_do_not_decay(tmp_path):
+    """Zero is the plain sum, not the absence of something; trained from there, they move."""
+    model = build_model(residual="attention")
+    trainer = build_trainer(tmp_path, model, weight_decay=0.1, learning_rate=0.01)
+    decayed = trainer.get_decay_parameter_names(model)
+    assert decayed
+    assert not any("residuals" in name for name in decayed)
+    trainer.train()
+    moved = model.model.residuals.queries.abs().sum(dim=1)
+    # the first reads the embedding and has nothing to choose
+    assert moved[0] == 0.0
+    assert (moved[1:] > 0.0).all()

@@ -105,6 +105,12 @@ class RouteGranularity(StrEnum):
     kv_head = "kv_head"
 
 
+class Residual(StrEnum):
+    sum = "sum"
+    attention = "attention"
+    block_attention = "block_attention"
+
+
 class Routing(StrEnum):
     soft = "soft"
     hard = "hard"
@@ -254,6 +260,13 @@ def train(
     initializer_range: Annotated[
         float | None, _flag("standard deviation of new weights; 0.02 is small for small models")
     ] = None,
+    residual: Annotated[
+        Residual | None,
+        _flag("what sublayers read: the sum of outputs, or attention over them or over their sums"),
+    ] = None,
+    residual_blocks: Annotated[
+        int | None, _flag("sums that --residual block_attention reads; 8 if not given", min=1)
+    ] = None,
     precision: Annotated[Precision | None, _flag("of the computation; weights are fp32")] = None,
     compile_model: Annotated[
         bool | None, _flag("compile the model", "--compile/--no-compile")
@@ -328,6 +341,7 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
         "training_weights": str,
         "route_gradient": str,
         "route_granularity": str,
+        "residual": str,
         "precision": str,
     }
     settings = {

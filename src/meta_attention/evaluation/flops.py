@@ -8,6 +8,8 @@ A multiplication with its addition counts as two, as everywhere. Counted are the
     projections    query, key, value and output, of every token
     controller     its MLP, of every token
     feed-forward   its three matrices, of every token
+    residuals      Attention Residuals: logits and sum of the sources each sublayer reads, of every
+                   token
     head           hidden states to logits
 
 Norms, softmax, rotary positions, short convolutions, activations, decay and skip of a state-space
@@ -29,6 +31,7 @@ from torch import Tensor
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller.features import NUM_EXTRA_FEATURES
+from meta_attention.depth import count_reads
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.experts import (
     LINEAR_STATES,
@@ -59,6 +62,7 @@ class Flops:
     controller: float = 0.0
     feed_forward: float = 0.0
     head: float = 0.0
+    residuals: float = 0.0
 
     @property
     def layer(self) -> float:
@@ -68,7 +72,7 @@ class Flops:
     @property
     def model(self) -> float:
         """Everything."""
-        return self.layer + self.feed_forward + self.head
+        return self.layer + self.feed_forward + self.head + self.residuals
 
     def __add__(self, other: "Flops") -> "Flops":
         return Flops(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -174,7 +178,9 @@ def count_model(
     B, _, _, T = plans[0].positions.shape
     kept = min(logits_to_keep or T, T)
     return total + Flops(
-        feed_forward=B * T * _feed_forward_flops(config), head=B * kept * _head_flops(config)
+        feed_forward=B * T * _feed_forward_flops(config),
+        head=B * kept * _head_flops(config),
+        residuals=B * T * _residual_flops(config),
     )
 
 
@@ -214,6 +220,7 @@ def count_mix(config: MetaAttentionConfig, mix: Mapping[str, float], length: int
         length * controller,
         length * _feed_forward_flops(config),
         length * _head_flops(config),
+        length * _residual_flops(config),
     )
 
 
@@ -338,3 +345,8 @@ def _feed_forward_flops(config: MetaAttentionConfig) -> float:
 
 def _head_flops(config: MetaAttentionConfig) -> float:
     return 2.0 * config.hidden_size * config.vocab_size
+
+
+def _residual_flops(config: MetaAttentionConfig) -> float:
+    """Of all sublayers; a plain sum has no products."""
+    return 0.0 if config.residual == "sum" else 4.0 * config.hidden_size * count_reads(config)

@@ -37,7 +37,25 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
         step: DecodeStep | None = None,
     ) -> LayerOutput:
         """As the attention layer, with the block's hidden states ``[B, T, D]`` as ``output``."""
-        attended = self.attention(
+        attended = self.attend(
+            x, attention_mask, position_ids, document_ids, past_key_values, rotation, step
+        )
+        x = x + attended.output
+        x = x + self.feed_forward(x)
+        return replace(attended, output=x)
+
+    def attend(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        past_key_values: MetaAttentionCache | None = None,
+        rotation: Rotation | None = None,
+        step: DecodeStep | None = None,
+    ) -> LayerOutput:
+        """The attention half, without its residual."""
+        return self.attention(
             self.attention_norm(x),
             attention_mask,
             position_ids,
@@ -46,6 +64,7 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
             rotation,
             step,
         )
-        x = x + attended.output
-        x = x + self.mlp(self.mlp_norm(x))
-        return replace(attended, output=x)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The feed-forward half, without its residual."""
+        return self.mlp(self.mlp_norm(x))

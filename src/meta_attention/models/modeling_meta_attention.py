@@ -14,6 +14,7 @@ from transformers.utils.generic import ModelOutput
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import RoutingPosterior
 from meta_attention.controller.controllers import Controller
+from meta_attention.depth import AttentionResiduals, HalvedBlock
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.experts import StateSpaceRates
 from meta_attention.layers import (
@@ -75,7 +76,13 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     # evidence below a bfloat16's precision would vanish
-    _keep_in_fp32_modules_strict = ["controller", "rates"]
+    _keep_in_fp32_modules_strict = ["controller", "rates", "residuals"]
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        super().__init__(config)
+        if config.residual != "sum":
+            # of the model's own blocks only: FSDP refuses names that it does not find
+            self._no_split_modules = ["HalvedBlock"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -83,7 +90,7 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
             # buffers are not saved; a model loaded from disk starts without them
             module.reset_buffers()
             module.reset_start()
-        elif isinstance(module, ShortConvolution | StateSpaceRates):
+        elif isinstance(module, ShortConvolution | StateSpaceRates | AttentionResiduals):
             module.reset_parameters()
         else:
             super()._init_weights(module)
@@ -122,9 +129,9 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         self.embed_tokens = nn.Embedding(
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
-        self.layers = nn.ModuleList(
-            MetaTransformerBlock(config, i) for i in range(config.num_hidden_layers)
-        )
+        self.residuals = None if config.residual == "sum" else AttentionResiduals(config)
+        make_block = MetaTransformerBlock if self.residuals is None else HalvedBlock
+        self.layers = nn.ModuleList(make_block(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = MetaAttentionRotaryEmbedding(config) if config.use_rope else None
         self.gradient_checkpointing = False
@@ -161,7 +168,8 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             use_cache: Return a cache. Default: the config's, but never while training or with
                 packed documents.
             output_routing: Return routing weights and concentrations of every layer.
-            output_hidden_states: Return the hidden states before every block and at the end.
+            output_hidden_states: Return the hidden states before every block and at the end. With
+                Attention Residuals: what the attention of every block reads.
             output_losses: Return ``kl`` and ``projected_cost``.
             output_routed_cost: Return ``routed_cost``: the cost of the experts most believed in,
                 which are those that hard routing executes in evaluation; mean over tokens and
@@ -208,9 +216,11 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
 
         outputs: list[LayerOutput] = []
         hidden_states = [x]
+        stream = None if self.residuals is None else self.residuals.start(x)
+        # positional, as checkpointing passes them on
+        arguments = (mask, position_ids, document_ids, cache, rotation, step)
         for block in self.layers:
-            # positional, as checkpointing passes them on
-            out = block(x, mask, position_ids, document_ids, cache, rotation, step)
+            out = block(x, *arguments) if stream is None else stream.through(block, x, *arguments)
             x = out.output
             # of the states of all layers, long prompts have room for few
             outputs.append(replace(out, output=x.new_empty(0)))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from meta_attention.testing.definitions import (
+    naive_attention_residuals,
     naive_full_attention,
     naive_linear_attention,
     naive_local_attention,
@@ -12,6 +13,7 @@ from meta_attention.testing.definitions import (
 
 __all__ = [
     "assert_within_error_budget",
+    "naive_attention_residuals",
     "naive_full_attention",
     "naive_linear_attention",
     "naive_local_attention",

@@ -97,6 +97,29 @@ def naive_state_space(
     return _drop_padding(torch.stack(rows, dim=1), mask), state
 
 
+def naive_attention_residuals(
+    embedding: Tensor, outputs: list[Tensor], queries: Tensor, *, groups: list[int], eps: float
+) -> list[Tensor]:
+    """What each sublayer and the final norm read, by the formula of the paper: weights sum to 1.
+
+    Embedding and outputs [B, T, D], queries [L + 1, D]; ``groups`` has the sizes of the groups
+    whose outputs are summed, all 1 in the full variant.
+    """
+    inputs = []
+    for at in range(len(outputs) + 1):
+        sources, start = [embedding], 0
+        for size in groups:
+            summed = outputs[start : min(start + size, at)]
+            if summed:
+                sources.append(torch.stack(summed).sum(dim=0))
+            start += size
+        values = torch.stack(sources)  # [I, B, T, D]
+        keys = values / (values.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+        weights = torch.einsum("d,ibtd->ibt", queries[at], keys).softmax(dim=0)
+        inputs.append(torch.einsum("ibt,ibtd->btd", weights, values))
+    return inputs
+
+
 def _softmax_attention(
     query: Tensor,
     key: Tensor,

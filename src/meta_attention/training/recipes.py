@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from meta_attention.config import (
     ControllerName,
     MetaAttentionConfig,
+    ResidualName,
     RouteGradient,
     RouteGranularity,
     RoutingName,
@@ -77,6 +78,10 @@ class Settings(RunSettings):
     training_weights: TrainingWeights = "mean"
     route_gradient: RouteGradient = "all"
     route_granularity: RouteGranularity = "token"
+    residual: ResidualName = "sum"
+    """What sublayers read: the sum of outputs, or a softmax over them (Attention Residuals)."""
+    residual_blocks: int = 8
+    """Groups of residual ``"block_attention"``."""
 
     # training
     routing: RoutingName = "soft"
@@ -157,6 +162,8 @@ class Settings(RunSettings):
             training_weights=self.training_weights,
             route_gradient=self.route_gradient,
             route_granularity=self.route_granularity,
+            residual=self.residual,
+            residual_blocks=self.residual_blocks,
             kl_weight=self.kl_weight.end,
             routing=self.routing,
             uncertainty_signal=self.uncertainty_signal,

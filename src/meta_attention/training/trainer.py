@@ -331,9 +331,12 @@ class MetaAttentionTrainer(Trainer):
         ]
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As Trainer has it, but no rates of state-space models: 0 is no better there than 1."""
+        """As Trainer has it, but what is no better at 0 than elsewhere.
+
+        That is rates of state-space models, and queries of Attention Residuals: 0 is the plain sum.
+        """
         names: list[str] = super().get_decay_parameter_names(model)
-        return [name for name in names if ".rates." not in name]
+        return [name for name in names if ".rates." not in name and ".residuals." not in name]
 
     # --- data ---
 

@@ -1,0 +1,161 @@
+"""Attention Residuals (arXiv:2603.15031): sublayers choose what they read of those before them.
+
+A sublayer is the attention or the feed-forward half of a block. In place of the sum of the
+embedding and all earlier outputs it reads a softmax over them, token by token, by a query of its
+own that is learned:
+
+    input[l] = count * sum_i softmax_i(query[l] . source[i] / rms(source[i])) source[i]
+
+The sources of the full variant are the embedding and every output. In the block variant outputs
+are summed in groups, and a sublayer reads the embedding, the sums of finished groups, and what its
+own group has summed up so far. With a group for every output the two are the same, so there is one
+implementation. Queries start at zero, which makes the softmax a mean.
+
+``count`` makes that mean the plain sum. The paper leaves it out, since every input goes through an
+RMS norm, which takes any factor out again, but for its eps: that is not small next to the mean of
+many small sources.
+
+Sources are of a token: nothing of them outlives a forward, and a cache does not know of them.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from meta_attention.config import Impl, MetaAttentionConfig
+from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
+from meta_attention.layers.attention import Rotation
+from meta_attention.layers.cache import DecodeStep
+from meta_attention.ops.depth_attention import DepthRow, open_sources
+from meta_attention.precision import KeepFloat32
+
+Half = Literal["attention", "feed_forward"]
+
+
+class HalvedBlock(MetaTransformerBlock):
+    """A block whose halves are called one at a time, each without its residual.
+
+    Both are calls of the module, so whatever wraps those works on each: gradient checkpointing
+    keeps the input of each half, FSDP gathers the weights for each.
+    """
+
+    def forward(  # type: ignore[override]  # one half has no routing to tell of
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        past_key_values: MetaAttentionCache | None = None,
+        rotation: Rotation | None = None,
+        step: DecodeStep | None = None,
+        half: Half = "attention",
+    ) -> LayerOutput | Tensor:
+        """The output of one half ``[B, T, D]``, that of attention with its routing."""
+        if half == "feed_forward":
+            return self.feed_forward(x)
+        return self.attend(
+            x, attention_mask, position_ids, document_ids, past_key_values, rotation, step
+        )
+
+
+class AttentionResiduals(KeepFloat32):
+    """The queries of all sublayers, float32 in any model.
+
+    Args:
+        config: Model configuration.
+    """
+
+    def __init__(self, config: MetaAttentionConfig) -> None:
+        super().__init__()
+        num_sublayers = 2 * config.num_hidden_layers
+        self.ends = group_ends(config)
+        self.eps = config.rms_norm_eps
+        self.impl: Impl = config.impl
+        # one for each sublayer and one for the final norm; the first has one source to choose from
+        self.queries = nn.Parameter(torch.empty(num_sublayers + 1, config.hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start as the plain sum."""
+        nn.init.zeros_(self.queries)
+
+    def start(self, embedding: Tensor) -> "ResidualStream":
+        """Begin a forward with the embedding ``[B, T, D]``."""
+        return ResidualStream(self, embedding)
+
+
+class ResidualStream:
+    """What one forward has written so far, and the group that is being summed.
+
+    Args:
+        residuals: The queries.
+        embedding: The first source ``[B, T, D]``.
+    """
+
+    def __init__(self, residuals: AttentionResiduals, embedding: Tensor) -> None:
+        self.queries = residuals.queries
+        # after the last group there is nothing but the final norm to read
+        self.ends = [*residuals.ends, residuals.ends[-1] + 1]
+        self.embedding = embedding
+        self.sources = open_sources(
+            embedding, len(self.ends), eps=residuals.eps, impl=residuals.impl
+        )
+        self.partial: Tensor | None = None  # [B, T, D], sum of the group so far
+        self.rows: list[DepthRow] = []  # of the next sublayers
+        self.sublayer = 0
+        self.group = 0
+
+    def read(self) -> Tensor:
+        """Input ``[B, T, D]`` of the next sublayer, and after the last of the final norm."""
+        at = self.sublayer
+        if at == 0:
+            return self.embedding
+        if not self.rows:
+            # finished groups do not change within a group: for all of its sublayers at once
+            end = min(self.ends[self.group], at + self.sources.max_rows)
+            self.rows = self.sources.attend(self.queries[at:end])
+        mixed, self.partial = self.sources.join(self.rows.pop(0), self.partial, self.queries[at])
+        return mixed
+
+    def write(self, output: Tensor) -> None:
+        """Take the output ``[B, T, D]`` of the sublayer that was read for."""
+        self.partial = output if self.partial is None else self.partial + output
+        self.sublayer += 1
+        if self.sublayer == self.ends[self.group]:
+            self.sources.add(self.partial)
+            self.partial = None
+            self.group += 1
+
+    def through(self, block: nn.Module, x: Tensor, *arguments: object) -> LayerOutput:
+        """Both halves of a block, the first of which reads ``x``; then read for the next one.
+
+        Args:
+            block: A :class:`HalvedBlock`.
+            x: What :meth:`read` gave for it.
+            arguments: The others of its ``forward``.
+
+        Returns:
+            The routing of the block, with the input of the next one as ``output``.
+        """
+        attended = block(x, *arguments)
+        self.write(attended.output)
+        self.write(block(self.read(), half="feed_forward"))
+        return replace(attended, output=self.read())
+
+
+def count_reads(config: MetaAttentionConfig) -> int:
+    """Sources that all sublayers of a token read together, and the final norm; nothing at first."""
+    ends, reads = group_ends(config), 0
+    for sublayer in range(1, ends[-1] + 1):
+        finished = sum(end <= sublayer for end in ends)
+        reads += 1 + finished + (sublayer not in ends)
+    return reads
+
+
+def group_ends(config: MetaAttentionConfig) -> list[int]:
+    """The sublayer after each group, of which the full variant has one for each sublayer."""
+    num_sublayers = 2 * config.num_hidden_layers
+    groups = num_sublayers if config.residual == "attention" else config.residual_blocks
+    return [num_sublayers * (group + 1) // groups for group in range(groups)]
