@@ -269,6 +269,26 @@ def test_kernels_are_the_definition_gradients_included(case, kernel_device):
     check(ours, exact, plain)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(num_sinks=4, T=100, past=20, G=2),
+        Case(num_sinks=4, T=70, is_exclusive=False, G=2),
+    ],
+    ids=str,
+)
+def test_lists_without_a_window_may_run_apart_from_those_with_sinks(
+    case, kernel_device, monkeypatch
+):
+    module = "meta_attention.ops.routed_attention.kernel"
+
+    def is_split(query, key, windows, *rest):
+        return len(windows) > 1
+
+    monkeypatch.setattr(f"{module}._is_split", is_split)
+    test_kernels_are_the_definition_gradients_included(case, kernel_device)
+
+
 HALF_CASES = [
     *(Case(T=T, B=1, P=P, window=100) for T in (1, 127, 1000) for P in (64, 128)),
     Case(T=700, P=128, H=4, K=1, G=1, window=256),

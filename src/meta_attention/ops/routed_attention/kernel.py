@@ -480,6 +480,8 @@ def routed_attention_triton(
             f"key and value must be {query.dtype} like query, got {key.dtype} and {value.dtype}"
         )
     query, key, value = (last_contiguous(x) for x in (query, key, value))
+    if num_sinks and _is_split(query, key, windows, causal, mask, softcap):
+        return _split(query, key, value, plan, windows, rows, num_sinks, scale)
     pairs = _order(tuple(windows.items()), plan.is_exclusive)
     if rows is None:
         buffers = () if plan.is_exclusive else (len(pairs),)
@@ -488,3 +490,42 @@ def routed_attention_triton(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores = _Scores(min(num_sinks, MAX_WINDOW), scale, softcap or 0.0)
     return apply(RoutedAttention, rows, query, key, value, plan, pairs, causal, marks, scores)
+
+
+def _is_split(
+    query: Tensor,
+    key: Tensor,
+    windows: Mapping[int, int | None],
+    causal: bool,
+    mask: Tensor | None,
+    softcap: float | None,
+) -> bool:
+    """Whether lists without a window, which have no sinks of their own, have a faster kernel."""
+    is_plain = causal and mask is None and not softcap
+    is_mixed = len({window is None for window in windows.values()}) == 2
+    return is_mixed and hopper.can_run(query, is_plain, as_matrix(key))
+
+
+def _split(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: RoutePlan,
+    windows: Mapping[int, int | None],
+    rows: Tensor | None,
+    num_sinks: int,
+    scale: float | None,
+) -> Tensor:
+    """Causal attention, lists without a window apart from the others."""
+    found: dict[int, Tensor] = {}
+    for is_full in (True, False):
+        own = {i: window for i, window in windows.items() if (window is None) == is_full}
+        sinks = 0 if is_full else num_sinks
+        out = routed_attention_triton(
+            query, key, value, plan, own, True, None, rows, sinks, scale, None
+        )
+        if plan.is_exclusive:
+            rows = out
+        else:
+            found |= zip(own, out, strict=True)
+    return torch.stack([found[i] for i in windows]) if rows is None else rows
