@@ -15,6 +15,7 @@ STAGES = [
     {"experts", "controller"},
     {"routing"},
     {"layers", "objective"},
+    {"depth"},
     {"models", "testing"},
     {"adapt"},
     {"evaluation"},

@@ -37,7 +37,25 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
         step: DecodeStep | None = None,
     ) -> LayerOutput:
         """As the attention layer, with the block's hidden states ``[B, T, D]`` as ``output``."""
-        attended = self.attention(
+        attended = self.attend(
+            x, attention_mask, position_ids, document_ids, past_key_values, rotation, step
+        )
+        x = x + attended.output
+        x = x + self.feed_forward(x)
+        return replace(attended, output=x)
+
+    def attend(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        past_key_values: MetaAttentionCache | None,
+        rotation: Rotation | None,
+        step: DecodeStep | None,
+    ) -> LayerOutput:
+        """The first half, without its residual."""
+        attended: LayerOutput = self.attention(
             self.attention_norm(x),
             attention_mask,
             position_ids,
@@ -46,6 +64,9 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
             rotation,
             step,
         )
-        x = x + attended.output
-        x = x + self.mlp(self.mlp_norm(x))
-        return replace(attended, output=x)
+        return attended
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The second half ``[B, T, D]``, without its residual."""
+        out: Tensor = self.mlp(self.mlp_norm(x))
+        return out

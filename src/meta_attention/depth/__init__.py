@@ -1,0 +1,5 @@
+"""Which blocks a token goes through, and how their outputs add up."""
+
+from meta_attention.depth.mixture_of_depths import DepthOutput, DepthRouter, MixtureOfDepthsBlock
+
+__all__ = ["DepthOutput", "DepthRouter", "MixtureOfDepthsBlock"]
