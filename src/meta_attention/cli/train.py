@@ -26,6 +26,7 @@ examples:
   meta-attention train --controller prior_free --cost-weight "0->0.1@150s:200s" --out runs/no-prior
   meta-attention train --kl-weight "0->0.1@settled+0.2" --settle-drop 0.05 --out runs/settled
   meta-attention train --heads 8 --kv-heads 2 --route-granularity kv_head --out runs/by-head
+  meta-attention train --layers 4 --depth-capacity 0.5 --out runs/depth
   meta-attention train --out runs/demo --resume
   meta-attention train --experts full --out runs/full
   meta-attention train --layers 6 --layer-experts "local*5,full+local" --out runs/hybrid
@@ -103,6 +104,11 @@ class RouteGradient(StrEnum):
 class RouteGranularity(StrEnum):
     token = "token"
     kv_head = "kv_head"
+
+
+class DepthRouting(StrEnum):
+    top_k = "top_k"
+    threshold = "threshold"
 
 
 class Routing(StrEnum):
@@ -251,6 +257,20 @@ def train(
         int | None,
         _flag("taps of a causal convolution over queries, keys and values, such as 3", min=1),
     ] = None,
+    depth_capacity: Annotated[
+        float | None,
+        _flag("Mixture of Depths: share of the tokens that enter a block, in (0, 1]; others skip"),
+    ] = None,
+    depth_layers: Annotated[
+        str | None, _flag('blocks that tokens may skip, such as "1,3"; default: every other one')
+    ] = None,
+    depth_routing: Annotated[
+        DepthRouting | None,
+        _flag("who enters: top_k of a row, which a predictor learns to tell, or a threshold"),
+    ] = None,
+    depth_weight: Annotated[
+        float | None, _flag("weight of what teaches who enters", min=0.0)
+    ] = None,
     initializer_range: Annotated[
         float | None, _flag("standard deviation of new weights; 0.02 is small for small models")
     ] = None,
@@ -308,7 +328,12 @@ def train(
 
 def _parse(given: dict[str, Any]) -> dict[str, Any]:
     """Flags as the settings of the same name."""
-    from meta_attention.training.recipes import parse_costs, parse_layer_experts, parse_names
+    from meta_attention.training.recipes import (
+        parse_costs,
+        parse_indices,
+        parse_layer_experts,
+        parse_names,
+    )
     from meta_attention.training.schedule import Schedule
 
     readers: dict[str, Callable[[Any], Any]] = {
@@ -328,6 +353,8 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
         "training_weights": str,
         "route_gradient": str,
         "route_granularity": str,
+        "depth_layers": parse_indices,
+        "depth_routing": str,
         "precision": str,
     }
     settings = {

@@ -41,9 +41,10 @@ class LayerRouting:
 
     experts: tuple[str, ...]
     share: dict[str, float]
-    """Mean weight of each expert over tokens; sums to one."""
+    """Mean weight of each expert over tokens; sums to one, or to the share that enters a block
+    which tokens may pass by."""
     top_share: dict[str, float]
-    """Share of the tokens whose largest weight each expert has; sums to one."""
+    """Share of the tokens whose largest weight each expert has; sums to as much."""
     adaptivity: float | None
     """I(token; route) in nats: H(mean weights) - mean H(weights). None in a static layer.
 
@@ -242,6 +243,8 @@ class RoutingTally:
                     f"heads of a token, got {weight.shape[2]}"
                 )
             top = torch.zeros_like(weight).scatter_(-1, weight.argmax(dim=-1, keepdim=True), 1.0)
+            # a token that passed the block by has no expert at all
+            top = top.masked_fill(weight.sum(dim=-1, keepdim=True) == 0.0, 0.0)
             entropy = torch.special.entr(weight)
             parts = [weight.flatten(2), entropy.mean(dim=2), top.mean(dim=2)]  # [B, T, columns]
             parts += self._kl(index, concentrations)
