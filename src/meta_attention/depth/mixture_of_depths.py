@@ -52,6 +52,28 @@ class Entry:
     num_entered: int | None  # of every row, where that is known without looking; None: look
 
 
+class TokenScore(nn.Linear):
+    """One number for each token.
+
+    Args:
+        config: Model configuration.
+        start: Share of tokens that a new one is to have above 0.
+    """
+
+    def __init__(self, config: MetaAttentionConfig, start: float) -> None:
+        super().__init__(config.hidden_size, 1)
+        # of normalised tokens and new weights, numbers are spread like this
+        spread = config.initializer_range * config.hidden_size**0.5
+        self.start_bias = spread * NormalDist().inv_cdf(start)
+        self.reset_start()
+
+    def reset_start(self) -> None:
+        """Begin with that share, after the weights were drawn anew."""
+        with torch.no_grad():
+            # of Transformers: leaves alone what was loaded
+            init.constant_(self.bias, self.start_bias)
+
+
 class DepthRouter(KeepFloat32):
     """One score for each token, in float32: who enters a block, and how much it then counts.
 
@@ -64,23 +86,12 @@ class DepthRouter(KeepFloat32):
         assert config.depth_capacity is not None
         self.capacity = config.depth_capacity
         self.routing = config.depth_routing
-        self.start_spread = config.initializer_range * config.hidden_size**0.5
         self.eps = config.rms_norm_eps
-        self.score = nn.Linear(config.hidden_size, 1)
-        self.predictor = None
-        if self.routing == "top_k" and self.capacity < 1.0:
-            self.predictor = nn.Linear(config.hidden_size, 1)
-        self.reset_start()
-
-    def reset_start(self) -> None:
-        """Let about as many enter as have room, after the weights were drawn anew."""
-        decides = self.score if self.predictor is None else self.predictor
-        if self.capacity < 1.0 and decides.bias is not None:
-            # of normalised tokens, the score is spread like this
-            bias = self.start_spread * NormalDist().inv_cdf(self.capacity)
-            with torch.no_grad():
-                # of Transformers: leaves alone what was loaded
-                init.constant_(decides.bias, bias)
+        # whichever decides lets about as many in as have room
+        is_predicted = self.routing == "top_k" and self.capacity < 1.0
+        is_decided = self.routing == "threshold" and self.capacity < 1.0
+        self.score = TokenScore(config, self.capacity if is_decided else 0.5)
+        self.predictor = TokenScore(config, self.capacity) if is_predicted else None
 
     def forward(self, x: Tensor, is_token: Tensor | None) -> Entry:
         """Choose.

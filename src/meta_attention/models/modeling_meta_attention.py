@@ -14,7 +14,7 @@ from transformers.utils.generic import ModelOutput
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import RoutingPosterior
 from meta_attention.controller.controllers import Controller
-from meta_attention.depth import DepthOutput, DepthRouter, MixtureOfDepthsBlock
+from meta_attention.depth import DepthOutput, MixtureOfDepthsBlock, TokenScore
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.experts import StateSpaceRates
 from meta_attention.layers import (
@@ -87,7 +87,8 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
             # buffers are not saved; a model loaded from disk starts without them
             module.reset_buffers()
             module.reset_start()
-        elif isinstance(module, DepthRouter):
+        elif isinstance(module, TokenScore):
+            super()._init_weights(module)
             module.reset_start()
         elif isinstance(module, ShortConvolution | StateSpaceRates):
             module.reset_parameters()
