@@ -78,6 +78,15 @@ def test_a_small_kl_is_a_prior_collapse(kl, collapsed):
     assert summarise(one_hot(0, 1, 2), kl=kl).layers[0].has_prior_collapse is collapsed
 
 
+def test_tokens_that_pass_a_block_by_have_no_expert():
+    weights = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
+    tally = RoutingTally([("full", "local")], [torch.tensor([1.0, 0.2])])
+    tally.add([weights])
+    (layer,) = tally.summary().layers
+    assert layer.share == layer.top_share == {"full": 0.25, "local": 0.25}
+    assert layer.projected_cost == pytest.approx(0.3)
+
+
 def test_padding_does_not_count():
     weights = random_weights(2, 8)
     mask = torch.ones(2, 8, dtype=torch.long)

@@ -387,6 +387,12 @@ def _print_result(folder: Path, settings: "Settings", record: dict[str, Any]) ->
         from meta_attention.report.terminal import print_task
 
         print_task(Console(), settings.task, record["task"])
+    entered = {n.split("/")[0]: x for n, x in metrics.items() if n.endswith("/entered")}
+    if entered:
+        shares = ", ".join(f"{name.replace('_', ' ')} {x:.1%}" for name, x in entered.items())
+        print(
+            f"depth: tokens that enter, held out: {shares} (capacity {settings.depth_capacity:g})"
+        )
     if "adaptivity" not in metrics:
         print("routing: none, every layer is static")
         return
