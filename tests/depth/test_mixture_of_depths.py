@@ -15,7 +15,7 @@ from meta_attention import (
     MetaTransformerBlock,
 )
 from meta_attention.depth import DepthRouter, MixtureOfDepthsBlock
-from meta_attention.errors import CacheError
+from meta_attention.errors import CacheError, ConfigError
 from meta_attention.layers import execution
 from meta_attention.layers.projections import positions_of
 
@@ -254,6 +254,20 @@ def test_a_text_that_nobody_enters_runs_nothing():
     assert out.routes.weights.shape == (B, T, 3)
 
 
+def test_training_that_nobody_enters_still_has_a_gradient_for_everything():
+    """Processes that train together wait for the gradients of all parameters."""
+    model, ids = make_model(depth_routing="threshold").train(), draw_tokens()
+    expected = model.model.embed_tokens(ids)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.depth_router.score.bias.fill_(-1e3)
+    out = model(ids, labels=ids, output_hidden_states=True)
+    assert torch.equal(out.hidden_states[2], expected)
+    out.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert model.model.layers[0].mlp.up_proj.weight.grad.abs().max() == 0
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_token_that_passes_by_costs_a_decoding_step_nothing(routing):
     """Of one row; several rows run together unless all of them pass by."""
@@ -348,6 +362,13 @@ def test_beams_follow_their_rows():
     expected = model.generate(ids, use_cache=False, **options)
     assert torch.equal(model.generate(ids, **options), expected)
     assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
+
+
+def test_the_cache_of_a_model_without_depth_is_refused():
+    model = make_model(depth_layers=(1,))
+    cache = MetaAttentionCache(make_config(depth_capacity=None, depth_layers=None))
+    with pytest.raises(ConfigError, match=r"the tokens that enter layer 1, .* of another model"):
+        model(draw_tokens(), past_key_values=cache)
 
 
 def test_a_cache_starts_over_and_does_not_forget():

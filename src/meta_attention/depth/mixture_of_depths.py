@@ -25,6 +25,7 @@ from transformers import initialization as init
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import PointPosterior, Posterior, RoutingPosterior
+from meta_attention.errors import ConfigError
 from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
 from meta_attention.layers.attention import Rotation
 from meta_attention.layers.cache import DecodeStep
@@ -169,14 +170,15 @@ class Packing:
     is_entered: Tensor | None  # [B, N] False for places that are left over; None: none is
 
     @staticmethod
-    def of(entry: Entry) -> "Packing | None":
+    def of(entry: Entry, least_places: int = 0) -> "Packing | None":
         """None if nobody enters. Waits for the device where the shapes do not say how many."""
         enters, N = entry.enters, entry.num_entered
         T = enters.shape[1]
         counts = enters.sum(dim=1)
         is_even = N is not None
         if N is None:
-            least, N = torch.stack(counts.aminmax()).tolist()
+            least, most = torch.stack(counts.aminmax()).tolist()
+            N = max(most, least_places)
             is_even = least == N
         if N == 0:
             return None
@@ -235,9 +237,7 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
     ) -> DepthOutput:
         """As a block; of tokens that pass by, routing weights, KL and costs are zero."""
         B, T, _ = x.shape
-        memory = None
-        if past_key_values is not None:
-            memory = cast(EnteredRows, past_key_values.layers[self.attention.layer_idx])
+        memory = self._memory_of(past_key_values)
         is_token = _find_tokens(attention_mask, document_ids, step, T)
         if position_ids is None:
             position_ids = self._positions(attention_mask, document_ids, past_key_values, step, x)
@@ -245,7 +245,9 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
 
         packing: Packing | None
         if step is None:
-            packing = Packing.of(entry)
+            # in training a place at least, so that all parameters have a gradient: processes that
+            # train together wait for each other's
+            packing = Packing.of(entry, least_places=1 if self.training else 0)
         elif memory is not None and memory.waits_for_host and not entry.enters.any():
             packing = None
         else:
@@ -257,20 +259,18 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
 
         rows = packing.blank(packing.take(x))  # [B, N, D]
         mask, cache = packing.is_entered, None
+        if step is not None:
+            step = DecodeStep(step.position, step.length, step.start, entry.enters.squeeze(1))
         if memory is not None:
             everyone = torch.ones(B, rows.shape[1], dtype=torch.bool, device=x.device)
             view = EnteredMemory(memory, everyone if mask is None else mask)
-            if view.past > 0:
-                mask = view.mask
+            mask = view.mask if step is None and view.past > 0 else mask
             # all that attention asks of a cache is the memory of its own layer
             layers = {self.attention.layer_idx: view}
             cache = cast(MetaAttentionCache, SimpleNamespace(layers=layers))
-        if step is not None:
-            mask = None
-            step = DecodeStep(step.position, step.length, step.start, entry.enters.squeeze(1))
         attended = self.attend(
             rows,
-            mask,
+            mask if step is None else None,
             packing.take(position_ids),
             None if document_ids is None else packing.blank(packing.take(document_ids), 0),
             cache,
@@ -283,6 +283,17 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
         gate = packing.take(entry.gate).unsqueeze(-1)
         output = packing.put(rows + (gate * update).to(rows.dtype), x)
         return self._output(output, attended, packing, entry)
+
+    def _memory_of(self, cache: MetaAttentionCache | None) -> EnteredRows | None:
+        if cache is None:
+            return None
+        memory = cache.layers[self.attention.layer_idx]
+        if not isinstance(memory, EnteredRows):
+            raise ConfigError(
+                f"past_key_values must keep the tokens that enter layer {self.attention.layer_idx}"
+                f", got a {type(memory).__name__}: it is of another model"
+            )
+        return memory
 
     def _positions(
         self,
