@@ -79,12 +79,21 @@ def test_a_small_kl_is_a_prior_collapse(kl, collapsed):
 
 
 def test_tokens_that_pass_a_block_by_have_no_expert():
-    weights = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]])
-    tally = RoutingTally([("full", "local")], [torch.tensor([1.0, 0.2])])
-    tally.add([weights])
-    (layer,) = tally.summary().layers
-    assert layer.share == layer.top_share == {"full": 0.25, "local": 0.25}
-    assert layer.projected_cost == pytest.approx(0.3)
+    weights = one_hot(0, 0, 2, 2) * torch.tensor([0.0, 1.0, 0.0, 1.0]).unsqueeze(-1)
+    layer = summarise(weights).layers[0]
+    assert layer.share == layer.top_share == {"full": 0.25, "linear": 0.0, "local": 0.25}
+    assert layer.projected_cost == pytest.approx(0.25 * 1.3)
+    assert layer.entered == 0.5
+    # and those that enter are told apart as if alone
+    alone = summarise(one_hot(0, 2)).layers[0]
+    assert layer.adaptivity == pytest.approx(alone.adaptivity)
+    assert (alone.entered, layer.routing_entropy) == (1.0, 0.0)
+    assert not layer.has_expert_collapse
+
+    same = summarise(weights * torch.tensor([1.0, 0.0, 0.0])).layers[0]
+    assert same.entered == 0.25
+    assert same.adaptivity == 0.0
+    assert same.has_expert_collapse
 
 
 def test_padding_does_not_count():

@@ -71,6 +71,7 @@ def routing_table(routing: RoutingSummary) -> Table:
         entropy = layer.routing_entropy
         notes = {
             "static": layer.is_static,
+            f"{layer.entered:.0%} enter": layer.entered < 1.0,
             "[red]expert collapse[/]": layer.has_expert_collapse,
             "[red]prior collapse[/]": layer.has_prior_collapse,
         }

@@ -392,8 +392,7 @@ class MetaAttentionTrainer(Trainer):
         config = self.config_of(self.accelerator.unwrap_model(self.model))
         for index, layer in enumerate(routing.layers):
             if config.may_skip(index):
-                # a token that passes by has no weight on any expert
-                figures[f"layer_{index}/entered"] = sum(layer.share.values())
+                figures[f"layer_{index}/entered"] = layer.entered
         return figures
 
     def _close_window(self) -> dict[str, float]:
