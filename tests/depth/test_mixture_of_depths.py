@@ -550,6 +550,15 @@ def test_saved_and_loaded_models_agree_and_routers_stay_precise(tmp_path):
             assert moved(ids).logits.isfinite().all()
 
 
+def test_blocks_that_are_not_split_are_those_there_are():
+    """FSDP refuses the name of a block that a model does not have."""
+    both = {"MetaTransformerBlock", "MixtureOfDepthsBlock"}
+    assert set(make_model(depth_layers=(1,))._no_split_modules) == both
+    assert set(make_model()._no_split_modules) == {"MixtureOfDepthsBlock"}
+    plain = make_model(depth_capacity=None, depth_layers=None)
+    assert set(plain._no_split_modules) == {"MetaTransformerBlock"}
+
+
 def test_autocast_leaves_scores_in_float32():
     model, ids = make_model().train(), draw_tokens()
     with torch.autocast("cpu", torch.bfloat16):

@@ -75,11 +75,16 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
     config: MetaAttentionConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["MetaTransformerBlock", "MixtureOfDepthsBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     # evidence below a bfloat16's precision would vanish
     _keep_in_fp32_modules_strict = ["controller", "rates", "depth_router"]
+
+    def __init__(self, config: MetaAttentionConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # those there are: FSDP refuses the name of one that is not
+        blocks = (_block_type(config, index) for index in range(config.num_hidden_layers))
+        self._no_split_modules = sorted({block.__name__ for block in blocks})
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -130,8 +135,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
         self.layers = nn.ModuleList(
-            (MixtureOfDepthsBlock if config.may_skip(i) else MetaTransformerBlock)(config, i)
-            for i in range(config.num_hidden_layers)
+            _block_type(config, i)(config, i) for i in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = MetaAttentionRotaryEmbedding(config) if config.use_rope else None
@@ -426,6 +430,10 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             # the prompt's padding is known, and what follows is none: a mask would have to be read
             inputs.pop("attention_mask", None)
         return inputs
+
+
+def _block_type(config: MetaAttentionConfig, layer_idx: int) -> type[MetaTransformerBlock]:
+    return MixtureOfDepthsBlock if config.may_skip(layer_idx) else MetaTransformerBlock
 
 
 def _mean_of(values: list[Tensor], mask: Tensor | None, like: Tensor) -> Tensor:
