@@ -73,6 +73,20 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
             {"route_granularity": "kv_head", "shared_projections": False},
             "'kv_head' needs shared_projections=True: .* share them or use 'token'",
         ),
+        ({"depth_capacity": 0.0}, r"depth_capacity must be in \(0, 1\], got 0.0"),
+        ({"depth_capacity": 1.5}, r"depth_capacity must be in \(0, 1\], got 1.5"),
+        ({"depth_capacity": float("nan")}, r"depth_capacity must be in \(0, 1\], got nan"),
+        ({"depth_capacity": "half"}, "depth_capacity must be a number, got 'half'"),
+        ({"depth_capacity": 0.5, "depth_layers": (12,)}, "of the 12 blocks, 0 to 11, got 12"),
+        ({"depth_capacity": 0.5, "depth_layers": (True,)}, "0 to 11, got True"),
+        ({"depth_capacity": 0.5, "depth_layers": ()}, "a list of one or more indices"),
+        ({"depth_capacity": 0.5, "depth_layers": (1, 1)}, "each of them once"),
+        ({"depth_capacity": 0.5, "depth_layers": "all"}, "a list of one or more indices"),
+        ({"depth_layers": (1,)}, "need a depth_capacity"),
+        ({"depth_capacity": 0.5, "num_hidden_layers": 1}, r"name it by depth_layers=\[0\]"),
+        ({"depth_capacity": 0.5, "causal": False}, "'top_k' .* needs causal=True; use 'threshold'"),
+        ({"depth_routing": "random"}, "depth_routing must be one of top_k, threshold"),
+        ({"depth_weight": -1.0}, "depth_weight must be finite and >= 0, got -1.0"),
         ({"impl": "cuda"}, "one of auto, reference, triton, got 'cuda'"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ],
@@ -110,6 +124,9 @@ def test_config_survives_saving_and_loading(tmp_path):
         training_weights="one_hot",
         route_gradient="chosen",
         route_granularity="kv_head",
+        depth_capacity=0.25,
+        depth_layers=[0],
+        depth_routing="threshold",
     )
     config.save_pretrained(tmp_path)
     loaded = MetaAttentionConfig.from_pretrained(tmp_path)
@@ -118,6 +135,8 @@ def test_config_survives_saving_and_loading(tmp_path):
     assert (loaded.training_weights, loaded.route_gradient) == ("one_hot", "chosen")
     assert loaded.route_granularity == "kv_head"
     assert loaded.experts_of(0) == ("local",)
+    assert (loaded.depth_capacity, loaded.depth_routing) == (0.25, "threshold")
+    assert [loaded.may_skip(layer) for layer in range(2)] == [True, False]
 
 
 def test_a_saved_config_may_hold_fields_of_another_version(tmp_path):
@@ -133,6 +152,14 @@ def test_sizes_left_out_follow_from_the_width():
     assert config.head_dim == 64
     assert config.num_key_value_heads == 12
     assert config.intermediate_size == 2048
+
+
+def test_tokens_may_pass_by_every_other_block_unless_told_which():
+    config = MetaAttentionConfig(num_hidden_layers=5, depth_capacity=0.5)
+    assert [layer for layer in range(5) if config.may_skip(layer)] == [1, 3]
+    config = MetaAttentionConfig(num_hidden_layers=3, depth_capacity=0.5, depth_layers=[2, 0])
+    assert [layer for layer in range(3) if config.may_skip(layer)] == [0, 2]
+    assert not any(MetaAttentionConfig().may_skip(layer) for layer in range(12))
 
 
 def test_head_dim_frees_the_width_from_the_heads():

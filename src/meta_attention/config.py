@@ -15,6 +15,7 @@ ControllerName = Literal["bayesian", "prior_free"]
 TrainingWeights = Literal["mean", "sample", "one_hot"]
 RouteGradient = Literal["all", "chosen"]
 RouteGranularity = Literal["token", "kv_head"]
+DepthRouting = Literal["top_k", "threshold"]
 RoutingName = Literal["soft", "hard", "gated"]
 Signal = Literal["entropy", "mean_entropy", "margin", "mutual_information", "vacuity"]
 ResidualName = Literal["sum", "attention", "block_attention"]
@@ -69,6 +70,15 @@ class MetaAttentionConfig(PreTrainedConfig):
             own: with 3, a token's heads also hold something of the two tokens before it, so that
             one layer can find what followed a token. None: without. Shared by all experts that
             share projections; for ``"ssm"`` it is the convolution of Mamba-2.
+        depth_capacity: Mixture of Depths: the share of tokens that enter a block, in (0, 1]; the
+            others pass it by at no cost. None: every token enters every block.
+        depth_layers: Indices of the blocks that tokens may pass by; default: every other one,
+            beginning with the second.
+        depth_routing: Who enters. ``"top_k"``: in training the share of a row with the highest
+            scores, which a predictor learns to tell from the token alone; evaluation asks the
+            predictor. ``"threshold"``: tokens of a score above 0, in training and evaluation; the
+            share is drawn to the capacity by the loss.
+        depth_weight: Weight in the loss of what teaches the predictor or draws the share.
         controller: ``"bayesian"`` or ``"prior_free"``.
         controller_hidden_size: Width of the controller's hidden layer.
         start_expert: Expert that a new model believes in for every token, in the layers that have
@@ -136,6 +146,10 @@ class MetaAttentionConfig(PreTrainedConfig):
     rope_parameters: dict[str, Any] | None = None
     use_rope: bool = True
     short_conv: int | None = None
+    depth_capacity: float | None = None
+    depth_layers: Sequence[int] | None = None
+    depth_routing: DepthRouting = "top_k"
+    depth_weight: float = 1.0
 
     experts: Sequence[str] = ("full", "linear", "local")
     layer_experts: Sequence[Sequence[str]] | None = None
@@ -168,6 +182,7 @@ class MetaAttentionConfig(PreTrainedConfig):
         self._check_experts()
         self._check_routing()
         self._check_residual()
+        self._check_depth()
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
@@ -198,6 +213,12 @@ class MetaAttentionConfig(PreTrainedConfig):
         """Scale of the prior of one layer."""
         strengths = self.prior_strength
         return strengths[layer_idx] if isinstance(strengths, Sequence) else strengths
+
+    def may_skip(self, layer_idx: int) -> bool:
+        """Whether tokens may pass by this block: Mixture of Depths."""
+        if self.depth_capacity is None:
+            return False
+        return layer_idx % 2 == 1 if self.depth_layers is None else layer_idx in self.depth_layers
 
     def _check_names(self, unknown: dict[str, Any]) -> None:
         """Refuse misspelt fields, which Transformers would store and never read."""
@@ -339,6 +360,59 @@ class MetaAttentionConfig(PreTrainedConfig):
                 f"{self.num_hidden_layers} layers, got {self.residual_blocks}; "
                 f"{halves} is residual='attention'"
             )
+
+    def _check_depth(self) -> None:
+        _require_choice("depth_routing", self.depth_routing, DepthRouting)
+        _require_number("depth_weight", self.depth_weight)
+        if not 0.0 <= self.depth_weight < math.inf:
+            raise ConfigError(f"depth_weight must be finite and >= 0, got {self.depth_weight}")
+        if self.depth_capacity is None:
+            if self.depth_layers is not None:
+                raise ConfigError(
+                    "depth_layers are blocks that tokens may pass by and need a depth_capacity, "
+                    "the share of tokens that enter; set it or leave them out"
+                )
+            return
+        _require_number("depth_capacity", self.depth_capacity)
+        if not 0.0 < self.depth_capacity <= 1.0:
+            raise ConfigError(
+                f"depth_capacity must be in (0, 1], got {self.depth_capacity}: it is the share of "
+                "tokens that enter a block"
+            )
+        if not self.causal and self.depth_routing == "top_k":
+            raise ConfigError(
+                "depth_routing='top_k' predicts a choice among later tokens and needs causal=True; "
+                "use 'threshold' in encoders"
+            )
+        if self.residual != "sum":
+            raise ConfigError(
+                f"depth_capacity needs residual='sum', got {self.residual!r}; leave one of them out"
+            )
+        self._check_depth_layers()
+
+    def _check_depth_layers(self) -> None:
+        number = self.num_hidden_layers
+        if self.depth_layers is None:
+            if number < 2:
+                raise ConfigError(
+                    "depth_capacity is for every other block, and a model of one has no second; "
+                    "name it by depth_layers=[0] or add blocks"
+                )
+            return
+        layers = self.depth_layers
+        is_list = isinstance(layers, Sequence) and not isinstance(layers, str)
+        if not is_list or not layers or len(set(layers)) != len(layers):
+            raise ConfigError(
+                f"depth_layers must be a list of one or more indices of blocks, each of them once, "
+                f"got {layers!r}"
+            )
+        for index in layers:
+            if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < number:
+                raise ConfigError(
+                    f"depth_layers must be indices of the {number} blocks, 0 to {number - 1}, got "
+                    f"{index!r}"
+                )
+        self.depth_layers = tuple(sorted(layers))
 
     def _check_prior(self) -> None:
         strengths = self.prior_strength

@@ -110,6 +110,23 @@ def test_hard_routes_that_run_only_the_chosen_expert_learn(tmp_path):
     assert "whose route_gradient is 'chosen', got 'all'" in str(error)
 
 
+def test_depth_is_asked_for_by_flags(tmp_path):
+    out = tmp_path / "depth"
+    flags = ("--layers", 3, "--depth-capacity", 0.5, "--depth-layers", "0,2")
+    result = run("--out", out, *SMALL, *flags, "--depth-routing", "threshold")
+    assert result.exit_code == 0, result.output
+    assert "depth: tokens that enter, held out: layer 0 " in result.output
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert [model.config.may_skip(layer) for layer in range(3)] == [True, False, True]
+    assert model.config.depth_routing == "threshold"
+    rows = read_metrics(out)
+    assert all("depth_loss" in row for row in rows if row["kind"] == "train")
+    wrong = error_of("--out", tmp_path / "wrong", *SMALL, "--depth-capacity", 2)
+    assert "depth_capacity must be in (0, 1], got 2.0" in str(wrong)
+    wrong = error_of("--out", tmp_path / "wrong", *SMALL, "--depth-layers", "a")
+    assert "whole numbers parted by commas, got 'a'" in str(wrong)
+
+
 def test_a_target_cost_is_asked_for_by_a_flag(tmp_path):
     out = tmp_path / "run"
     hard = ("--routing", "hard", "--training-weights", "one_hot", "--start-expert", "full")

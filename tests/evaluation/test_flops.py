@@ -247,6 +247,80 @@ def test_reading_sources_is_counted_as_pytorch_counts_its_logits(residual):
     assert plain.residuals == 0.0
 
 
+@pytest.mark.parametrize("routing", ["soft", "hard"])
+def test_blocks_that_tokens_pass_by_are_counted_as_pytorch_does(routing):
+    """One row, which is packed without gaps; as above, nothing is masked away."""
+    config = make_config(
+        experts=("full", "linear"),
+        causal=False,
+        use_rope=False,
+        routing=routing,
+        expert_costs=(0.5, 0.5),
+        initializer_range=0.3,
+        depth_capacity=0.5,
+        depth_routing="threshold",
+        depth_layers=(0, 1),
+    )
+    torch.manual_seed(0)
+    model = MetaAttentionForCausalLM(config).eval()
+    tokens = torch.randint(61, (1, 64))
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+        torch.no_grad(),
+    ):
+        out = model(tokens, output_routing=True)
+    entered = [(weights > 0).any(dim=-1).sum().item() for weights in out.routing_weights]
+    assert all(0 < number < 64 for number in entered)
+    counted = count_model(config, out.routing_weights)
+    assert counted.model == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_block_costs_what_a_plain_one_costs_on_the_tokens_that_enter(mask):
+    options = {"experts": EXPERTS, "expert_costs": "flops", "num_sinks": 2}
+    config = make_config(depth_capacity=0.5, depth_layers=(0,), **options)
+    marks = make_mask(mask)
+    enters = torch.rand(2, 20) < 0.6
+    weights = make_routes(2, 20, 4) * enters.unsqueeze(-1)
+    counted = count_layer(config, weights, mask=marks)
+    expected, number = Flops(), 0
+    for b in range(2):
+        at = (enters[b] if marks is None else enters[b] & (marks[b] != 0)).nonzero().squeeze(1)
+        if len(at):
+            own = None if marks is None else marks[b, at].unsqueeze(0)
+            expected += count_layer(make_config(**options), weights[b, at].unsqueeze(0), mask=own)
+        number += len(at)
+    assert 0 < number < 40
+    # score and predictor, of all tokens
+    expected += Flops(controller=2 * 20 * 2 * 2 * 32)
+    assert asdict(counted) == pytest.approx(asdict(expected))
+    model = count_model(config, [weights, make_routes(2, 20, 4)], mask=marks)
+    assert model.feed_forward == (number + 2 * 20) * 6 * 32 * config.intermediate_size
+
+
+def test_a_block_that_nobody_enters_costs_its_scores():
+    config = make_config(depth_capacity=0.5, depth_layers=(0,), depth_routing="threshold")
+    assert count_layer(config, torch.zeros(2, 20, 3)) == Flops(controller=2 * 20 * 2 * 32)
+    with pytest.raises(ConfigError, match="not known which did; count a whole text at once"):
+        count_layer(config, torch.zeros(2, 1, 3), past=19)
+
+
+def test_depth_multiplies_what_mechanisms_save():
+    """Everything of the second block is of the share that enters, attention within it as well."""
+    mix = {"full": 0.5, "local": 0.5}
+    options = {"experts": ("full", "local"), "window_size": 64, "max_position_embeddings": 8192}
+    config = make_config(depth_capacity=0.25, **options)
+    plain = make_config(num_hidden_layers=1, **options)
+    (row,) = cost_table(config, mix, lengths=[4096])
+    first, second = count_mix(plain, mix, 4096), count_mix(plain, mix, 1024)
+    for name in ("attention", "projections", "feed_forward"):
+        total = getattr(first, name) + getattr(second, name)
+        assert getattr(row.routed, name) == pytest.approx(total), name
+    # and is compared with a model that all tokens go through
+    assert row.full == count_mix(make_config(experts=("full",)), {"full": 1.0}, 4096)
+
+
 def test_attention_over_query_lists_is_counted_as_pytorch_does():
     config = make_config(experts=("full", "linear"), causal=False)
     weights = torch.nn.functional.one_hot(torch.randint(2, (2, 40)), 2).float()

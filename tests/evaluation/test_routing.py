@@ -78,6 +78,24 @@ def test_a_small_kl_is_a_prior_collapse(kl, collapsed):
     assert summarise(one_hot(0, 1, 2), kl=kl).layers[0].has_prior_collapse is collapsed
 
 
+def test_tokens_that_pass_a_block_by_have_no_expert():
+    weights = one_hot(0, 0, 2, 2) * torch.tensor([0.0, 1.0, 0.0, 1.0]).unsqueeze(-1)
+    layer = summarise(weights).layers[0]
+    assert layer.share == layer.top_share == {"full": 0.25, "linear": 0.0, "local": 0.25}
+    assert layer.projected_cost == pytest.approx(0.25 * 1.3)
+    assert layer.entered == 0.5
+    # and those that enter are told apart as if alone
+    alone = summarise(one_hot(0, 2)).layers[0]
+    assert layer.adaptivity == pytest.approx(alone.adaptivity)
+    assert (alone.entered, layer.routing_entropy) == (1.0, 0.0)
+    assert not layer.has_expert_collapse
+
+    same = summarise(weights * torch.tensor([1.0, 0.0, 0.0])).layers[0]
+    assert same.entered == 0.25
+    assert same.adaptivity == 0.0
+    assert same.has_expert_collapse
+
+
 def test_padding_does_not_count():
     weights = random_weights(2, 8)
     mask = torch.ones(2, 8, dtype=torch.long)

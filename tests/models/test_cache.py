@@ -100,6 +100,29 @@ EXPERT_SETS = {
     "convolved": {"short_conv": 3, "attention_bias": True},
     "convolved, hard": {"short_conv": 4, "routing": "hard", "expert_costs": (0.5, 0.5, 0.5)},
     "convolved, own projections": {"short_conv": 2, "shared_projections": False},
+    "depth": {"depth_capacity": 0.5, "depth_layers": (0, 1, 2)},
+    "depth, hard, convolved": {
+        "depth_capacity": 0.4,
+        "depth_layers": (0, 2),
+        "depth_routing": "threshold",
+        "routing": "hard",
+        "expert_costs": (0.5, 0.5, 0.5),
+        "short_conv": 3,
+        "num_sinks": 1,
+    },
+    "depth, by head, windows": {
+        "depth_capacity": 0.6,
+        "depth_layers": (0, 1, 2),
+        "route_granularity": "kv_head",
+        "layer_experts": [["local"], ["full", "linear", "local"], ["gated_full", "local:2"]],
+        "expert_costs": "flops",
+    },
+    "depth, own projections": {
+        "depth_capacity": 0.5,
+        "depth_layers": (1, 2),
+        "controller": "prior_free",
+        "shared_projections": False,
+    },
 }
 # logits are as large as 6, and one pass is itself 1e-5 from what it is in float64
 CLOSE = {"rtol": 1e-5, "atol": 3e-5}

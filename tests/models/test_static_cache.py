@@ -41,6 +41,14 @@ MODELS = {
         "experts": ("ssm", "linear", "gated_full"),
         **EVEN,
     },
+    "depth": {"routing": "hard", "depth_capacity": 0.5, "depth_layers": (0, 2), **EVEN},
+    "depth, convolved states": {
+        "experts": ("ssm", "local"),
+        "expert_costs": "flops",
+        "depth_capacity": 0.5,
+        "depth_routing": "threshold",
+        "short_conv": 3,
+    },
 }
 # their step reads the length on the host, and cannot be captured
 ON_THE_HOST = {"own projections": {"shared_projections": False, "routing": "hard"}}

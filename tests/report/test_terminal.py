@@ -40,6 +40,13 @@ def test_without_colours_experts_are_named_where_they_change(inspection):
     assert "\x1b" not in text_of(shown)
 
 
+def test_without_colours_tokens_that_passed_by_are_named_too(inspection):
+    inspection.layers[0].weights[1] = [0.0] * len(inspection.layers[0].experts)
+    shown = console(None)
+    print_text(shown, inspection, 0, "expert")
+    assert "[skipped] <b>[" in text_of(shown)
+
+
 @pytest.mark.parametrize("quantity", ["loss", "margin"])
 def test_a_signal_is_shown_from_its_least_to_its_greatest(quantity, inspection):
     shown = console()

@@ -443,6 +443,26 @@ def test_evaluation_says_what_hard_routes_cost(tmp_path):
     assert "eval_routed_cost" not in build_trainer(tmp_path, valid=blocks()).evaluate()
 
 
+@pytest.mark.parametrize("routing", ["top_k", "threshold"])
+def test_depth_is_part_of_the_loss_and_the_log_says_who_enters(routing, tmp_path):
+    model = build_model(depth_capacity=0.3, depth_routing=routing, depth_weight=0.5)
+    trainer = build_trainer(tmp_path, model, valid=blocks(), max_steps=2, eval_strategy="steps")
+    trainer.args.eval_steps = 2
+    trainer.train()
+    rows = read_metrics(tmp_path)
+    for row in rows:
+        if row["kind"] == "train":
+            parts = row["task_loss"] + row["kl_loss"] + row["cost_loss"] + 0.5 * row["depth_loss"]
+            assert row["loss"] == pytest.approx(parts, abs=2e-4)
+            assert row["depth_loss"] > 0
+            if routing == "top_k":
+                assert row["layer_1/entered"] == pytest.approx(10 / 32)
+        name = "layer_1/entered" if row["kind"] == "train" else "eval_layer_1/entered"
+        assert 0 <= row[name] < 1
+        assert name.replace("1", "0") not in row
+    assert {row["kind"] for row in rows} == {"train", "eval"}
+
+
 def test_rates_of_state_spaces_do_not_decay(tmp_path):
     """Nor do biases; everything else of the expert does."""
     model = build_model(experts=("full", "ssm"), expert_costs="flops")

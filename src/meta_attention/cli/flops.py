@@ -16,6 +16,7 @@ examples:
   meta-attention flops
   meta-attention flops --mix full=0.1,local=0.9 --window 1024 --num-sinks 4
   meta-attention flops --mix full=0.25,local=0.25,linear=0.5 --hidden-size 2048 --heads 16
+  meta-attention flops --depth-capacity 0.25
   meta-attention flops --mix local=1 --json | jq .rows[0].model
 """
 
@@ -48,6 +49,13 @@ def flops(
             help="one set of projections per layer, or the paper's one per expert",
         ),
     ] = True,
+    depth_capacity: Annotated[
+        float | None,
+        typer.Option(
+            help="Mixture of Depths: share of the tokens that enter every other block; the mix is "
+            "of these"
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count the operations of a forward: attention alone, with its projections, the whole model.
@@ -71,6 +79,7 @@ def flops(
         max_position_embeddings=LENGTHS[-1],
         experts=tuple(shares),
         shared_projections=shared_projections,
+        depth_capacity=depth_capacity,
     )
     rows = cost_table(config, shares)
     if as_json:
@@ -84,6 +93,7 @@ def flops(
             "num_sinks": num_sinks,
             "vocab_size": vocab_size,
             "shared_projections": shared_projections,
+            "depth_capacity": depth_capacity,
         }
         print(json.dumps(given | {"rows": [row.to_dict() for row in rows]}, indent=2))
     else:

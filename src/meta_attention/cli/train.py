@@ -26,6 +26,7 @@ examples:
   meta-attention train --controller prior_free --cost-weight "0->0.1@150s:200s" --out runs/no-prior
   meta-attention train --kl-weight "0->0.1@settled+0.2" --settle-drop 0.05 --out runs/settled
   meta-attention train --heads 8 --kv-heads 2 --route-granularity kv_head --out runs/by-head
+  meta-attention train --layers 4 --depth-capacity 0.5 --out runs/depth
   meta-attention train --out runs/demo --resume
   meta-attention train --experts full --out runs/full
   meta-attention train --layers 6 --layer-experts "local*5,full+local" --out runs/hybrid
@@ -109,6 +110,11 @@ class Residual(StrEnum):
     sum = "sum"
     attention = "attention"
     block_attention = "block_attention"
+
+
+class DepthRouting(StrEnum):
+    top_k = "top_k"
+    threshold = "threshold"
 
 
 class Routing(StrEnum):
@@ -257,6 +263,20 @@ def train(
         int | None,
         _flag("taps of a causal convolution over queries, keys and values, such as 3", min=1),
     ] = None,
+    depth_capacity: Annotated[
+        float | None,
+        _flag("Mixture of Depths: share of the tokens that enter a block, in (0, 1]; others skip"),
+    ] = None,
+    depth_layers: Annotated[
+        str | None, _flag('blocks that tokens may skip, such as "1,3"; default: every other one')
+    ] = None,
+    depth_routing: Annotated[
+        DepthRouting | None,
+        _flag("who enters: top_k of a row, which a predictor learns to tell, or a threshold"),
+    ] = None,
+    depth_weight: Annotated[
+        float | None, _flag("weight of what teaches who enters", min=0.0)
+    ] = None,
     initializer_range: Annotated[
         float | None, _flag("standard deviation of new weights; 0.02 is small for small models")
     ] = None,
@@ -321,7 +341,12 @@ def train(
 
 def _parse(given: dict[str, Any]) -> dict[str, Any]:
     """Flags as the settings of the same name."""
-    from meta_attention.training.recipes import parse_costs, parse_layer_experts, parse_names
+    from meta_attention.training.recipes import (
+        parse_costs,
+        parse_indices,
+        parse_layer_experts,
+        parse_names,
+    )
     from meta_attention.training.schedule import Schedule
 
     readers: dict[str, Callable[[Any], Any]] = {
@@ -342,6 +367,8 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
         "route_gradient": str,
         "route_granularity": str,
         "residual": str,
+        "depth_layers": parse_indices,
+        "depth_routing": str,
         "precision": str,
     }
     settings = {
@@ -374,6 +401,12 @@ def _print_result(folder: Path, settings: "Settings", record: dict[str, Any]) ->
         from meta_attention.report.terminal import print_task
 
         print_task(Console(), settings.task, record["task"])
+    entered = {n.split("/")[0]: x for n, x in metrics.items() if n.endswith("/entered")}
+    if entered:
+        shares = ", ".join(f"{name.replace('_', ' ')} {x:.1%}" for name, x in entered.items())
+        print(
+            f"depth: tokens that enter, held out: {shares} (capacity {settings.depth_capacity:g})"
+        )
     if "adaptivity" not in metrics:
         print("routing: none, every layer is static")
         return

@@ -1,4 +1,4 @@
-"""What happens along the depth of a model."""
+"""Which blocks a token goes through, and what these read of those before them."""
 
 from meta_attention.depth.attention_residuals import (
     AttentionResiduals,
@@ -6,5 +6,20 @@ from meta_attention.depth.attention_residuals import (
     ResidualStream,
     count_reads,
 )
+from meta_attention.depth.mixture_of_depths import (
+    DepthOutput,
+    DepthRouter,
+    MixtureOfDepthsBlock,
+    TokenScore,
+)
 
-__all__ = ["AttentionResiduals", "HalvedBlock", "ResidualStream", "count_reads"]
+__all__ = [
+    "AttentionResiduals",
+    "DepthOutput",
+    "DepthRouter",
+    "HalvedBlock",
+    "MixtureOfDepthsBlock",
+    "ResidualStream",
+    "TokenScore",
+    "count_reads",
+]

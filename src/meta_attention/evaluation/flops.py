@@ -6,7 +6,7 @@ A multiplication with its addition counts as two, as everywhere. Counted are the
                    one; a linear state's update by every token, and its reads by listed rows;
                    the step size of a state-space model, of every token
     projections    query, key, value and output, of every token
-    controller     its MLP, of every token
+    controller     its MLP, of every token; the scores of a block that tokens may pass by
     feed-forward   its three matrices, of every token
     residuals      Attention Residuals: logits and sum of the sources each sublayer reads, of every
                    token
@@ -16,6 +16,10 @@ Norms, softmax, rotary positions, short convolutions, activations, decay and ski
 model, the merge and the embedding are left out. The first line counts to the key: what an
 implementation computes and masks away within a block is left out, and so is padding. The others run
 on padding too, and count it. None of it is time.
+
+In a block that tokens may pass by (Mixture of Depths), "every token" is every one that entered, and
+these are all that attention sees there; only their scores are of all. A batch is packed to its
+longest row: what the others are filled up with counts as little as what is masked away.
 
 Shapes: B batch, T sequence, S = past + T, G route groups, E experts.
 """
@@ -126,6 +130,13 @@ def count_layer(
     plan = plan_of(executed, mask, past)
     B, _, E, T = plan.positions.shape
     check_mask(mask, B, past + T)
+    if config.may_skip(layer_idx):
+        if past > 0:
+            raise ConfigError(
+                f"layer {layer_idx} has the tokens that entered it only, and of the {past} cached "
+                "ones it is not known which did; count a whole text at once"
+            )
+        return _count_entered(config, plan, layer_idx, mask)
     marks = mask
     if marks is None:
         marks = torch.ones(B, past + T, dtype=torch.bool, device=plan.positions.device)
@@ -175,20 +186,64 @@ def count_model(
     total = Flops()
     for layer_idx, plan in enumerate(plans):
         total += count_layer(config, plan, layer_idx=layer_idx, mask=mask, past=past)
+        total += Flops(
+            feed_forward=_tokens_of(config, plan, layer_idx) * _feed_forward_flops(config)
+        )
     B, _, _, T = plans[0].positions.shape
     kept = min(logits_to_keep or T, T)
     return total + Flops(
-        feed_forward=B * T * _feed_forward_flops(config),
-        head=B * kept * _head_flops(config),
-        residuals=B * T * _residual_flops(config),
+        head=B * kept * _head_flops(config), residuals=B * T * _residual_flops(config)
     )
 
 
 def count_full(config: MetaAttentionConfig, length: int) -> Flops:
     """Operations of a model on one sequence, if every layer had full attention alone."""
+    full = _with_full_attention(config)
+    return count_model(full, [torch.ones(1, length, 1)] * config.num_hidden_layers)
+
+
+def _with_full_attention(config: MetaAttentionConfig) -> MetaAttentionConfig:
+    """The same model with full attention alone, in every block and for every token."""
     full = copy.copy(config)
     full.experts, full.layer_experts = ("full",), None
-    return count_model(full, [torch.ones(1, length, 1)] * config.num_hidden_layers)
+    full.depth_capacity = full.depth_layers = None
+    return full
+
+
+def _count_entered(
+    config: MetaAttentionConfig, plan: RoutePlan, layer_idx: int, mask: Tensor | None
+) -> Flops:
+    """Operations of a block's layer on the tokens that entered it: those of some list."""
+    B, G, E, T = plan.positions.shape
+    lists = torch.stack([plan.list_of(e).is_listed(T) for e in range(E)], dim=-1)  # [B, T, G, E]
+    enters = lists.flatten(2).any(dim=-1)  # [B, T]
+    order = (~enters).to(torch.uint8).argsort(dim=1, stable=True)[:, : _longest(enters)]
+    packed = lists.gather(1, order[:, :, None, None].expand(-1, -1, G, E))
+    marks = enters if mask is None else mask.masked_fill(~enters, 0)
+    marks = marks.gather(1, order)
+    attention = 0.0
+    if packed.shape[1] > 0:
+        own = plan_routes(packed.float(), mask=marks, is_exclusive=plan.is_exclusive)
+        attention = count_attention(_experts_of(config, layer_idx), own, marks)
+    number = enters.sum().item()
+    return Flops(
+        attention,
+        number * projection_flops(config, layer_idx),
+        number * controller_flops(config, layer_idx) + B * T * depth_router_flops(config),
+    )
+
+
+def _longest(enters: Tensor) -> int:
+    return int(enters.sum(dim=1).max().item())
+
+
+def _tokens_of(config: MetaAttentionConfig, plan: RoutePlan, layer_idx: int) -> float:
+    """Tokens that go through a block, padding included unless it is one they may pass by."""
+    B, _, E, T = plan.positions.shape
+    if not config.may_skip(layer_idx):
+        return B * T
+    lists = torch.stack([plan.list_of(e).is_listed(T) for e in range(E)], dim=-1)
+    return lists.flatten(2).any(dim=-1).sum().item()
 
 
 def count_mix(config: MetaAttentionConfig, mix: Mapping[str, float], length: int) -> Flops:
@@ -196,11 +251,13 @@ def count_mix(config: MetaAttentionConfig, mix: Mapping[str, float], length: int
 
     Args:
         config: Model configuration; its layers must have the experts of the mix.
-        mix: Share of the tokens each expert takes in every layer, spread evenly over positions.
+        mix: Share of the tokens each expert takes in every layer, spread evenly over positions; of
+            those that enter, where tokens may pass by a block: these are ``depth_capacity`` of all.
         length: Tokens of the sequence.
     """
     check_mix(mix)
-    attention = projections = controller = 0.0  # of a token, mean over the sequence
+    # of a token, mean over the sequence
+    attention = projections = controller = feed_forward = 0.0
     for layer_idx in range(config.num_hidden_layers):
         names = config.experts_of(layer_idx)
         missing = [name for name in mix if name not in names]
@@ -209,16 +266,23 @@ def count_mix(config: MetaAttentionConfig, mix: Mapping[str, float], length: int
                 f"a mix must share tokens among the experts of layer {layer_idx}, "
                 f"{', '.join(names)}, got {missing[0]!r}"
             )
+        entered, share = length, 1.0
+        if config.may_skip(layer_idx):
+            assert config.depth_capacity is not None
+            entered = max(1, round(config.depth_capacity * length))
+            share = entered / length
+            controller += depth_router_flops(config)
         for name, expert in zip(names, _experts_of(config, layer_idx), strict=True):
-            update = _update_flops(expert, length)
-            attention += update + mix.get(name, 0.0) * (expert.flops(length) - update)
-        projections += projection_flops(config, layer_idx)
-        controller += controller_flops(config, layer_idx)
+            update = _update_flops(expert, entered)
+            attention += share * (update + mix.get(name, 0.0) * (expert.flops(entered) - update))
+        projections += share * projection_flops(config, layer_idx)
+        controller += share * controller_flops(config, layer_idx)
+        feed_forward += share * _feed_forward_flops(config)
     return Flops(
         length * attention,
         length * projections,
         length * controller,
-        length * _feed_forward_flops(config),
+        length * feed_forward,
         length * _head_flops(config),
         length * _residual_flops(config),
     )
@@ -241,8 +305,7 @@ def cost_table(
 
     That model has no controller: its layers have nothing to choose.
     """
-    full = copy.copy(config)
-    full.experts, full.layer_experts = ("full",), None
+    full = _with_full_attention(config)
     return [
         CostRow(length, count_mix(config, mix, length), count_mix(full, {"full": 1.0}, length))
         for length in lengths
@@ -338,9 +401,16 @@ def controller_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
     return 2.0 * config.controller_hidden_size * (inputs + groups * num_experts)
 
 
+def depth_router_flops(config: MetaAttentionConfig) -> float:
+    """Operations of a token's scores before a block that it may pass by."""
+    # the gate's and, where it is another, that which decides
+    is_predicted = config.depth_routing == "top_k" and config.depth_capacity != 1.0
+    return 2.0 * config.hidden_size * (2 if is_predicted else 1)
+
+
 def _feed_forward_flops(config: MetaAttentionConfig) -> float:
-    """Of all layers."""
-    return 6.0 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
+    """Of a token in one layer."""
+    return 6.0 * config.hidden_size * config.intermediate_size
 
 
 def _head_flops(config: MetaAttentionConfig) -> float:

@@ -40,7 +40,7 @@ class InspectedLayer:
 
     experts: tuple[str, ...]
     costs: list[float]
-    weights: list[list[float]]  # [N][E]
+    weights: list[list[float]]  # [N][E], all zero where a token passed the block by
     expert: list[int]  # [N], index of the largest weight
     signals: dict[str, list[float]]
     """Uncertainty of each token by the name of the signal, and ``kl`` to the prior in nats.

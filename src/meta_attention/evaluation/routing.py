@@ -11,7 +11,7 @@ Shapes: B batch, T sequence, E experts of a layer, G key-value heads that have r
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -41,17 +41,19 @@ class LayerRouting:
 
     experts: tuple[str, ...]
     share: dict[str, float]
-    """Mean weight of each expert over tokens; sums to one."""
+    """Mean weight of each expert over tokens; sums to one, or to the share that enters a block
+    which tokens may pass by."""
     top_share: dict[str, float]
-    """Share of the tokens whose largest weight each expert has; sums to one."""
+    """Share of the tokens whose largest weight each expert has; sums to as much."""
     adaptivity: float | None
     """I(token; route) in nats: H(mean weights) - mean H(weights). None in a static layer.
 
-    Where key-value heads have routes of their own, the mean over these."""
+    Of the tokens that enter, where others pass the block by. Where key-value heads have routes of
+    their own, the mean over these."""
     adaptivity_by_expert: dict[str, float] | None
     """Each expert's part of ``adaptivity``, at least 0; they sum to it."""
     routing_entropy: float | None
-    """Mean over tokens of H(weights) / ln E, in percent. None in a static layer."""
+    """Mean over tokens that enter of H(weights) / ln E, in percent. None in a static layer."""
     projected_cost: float
     """Mean over tokens of the sum over experts of weight * cost."""
     kl: float | None
@@ -63,8 +65,13 @@ class LayerRouting:
 
     @property
     def has_expert_collapse(self) -> bool:
-        """More than 95% of the tokens go to one expert."""
-        return not self.is_static and max(self.top_share.values()) > EXPERT_COLLAPSE
+        """More than 95% of the tokens that enter go to one expert."""
+        return not self.is_static and max(self.top_share.values()) > EXPERT_COLLAPSE * self.entered
+
+    @property
+    def entered(self) -> float:
+        """Share of the tokens that enter the block; 1 where none may pass it by."""
+        return _entered(self.share.values())
 
     @property
     def has_prior_collapse(self) -> bool:
@@ -242,6 +249,8 @@ class RoutingTally:
                     f"heads of a token, got {weight.shape[2]}"
                 )
             top = torch.zeros_like(weight).scatter_(-1, weight.argmax(dim=-1, keepdim=True), 1.0)
+            # a token that passed the block by has no expert at all
+            top = top.masked_fill(weight.sum(dim=-1, keepdim=True) == 0.0, 0.0)
             entropy = torch.special.entr(weight)
             parts = [weight.flatten(2), entropy.mean(dim=2), top.mean(dim=2)]  # [B, T, columns]
             parts += self._kl(index, concentrations)
@@ -321,7 +330,10 @@ def _layer(
     is_static = len(names) == 1
     by_expert = list(zip(*shares, strict=True))  # [E][G]
     share = [sum(heads) / len(heads) for heads in by_expert]
-    spread = [sum(map(_entropy_term, heads)) / len(heads) for heads in by_expert]
+    # what passes the block by says nothing of how the rest are told apart
+    entered = _entered(share) or 1.0
+    spread = [sum(_entropy_term(x / entered) for x in heads) / len(heads) for heads in by_expert]
+    entropy = [x / entered for x in entropy]
     # entropy is concave, so each term is at least 0 but for rounding
     parts = [max(0.0, s - e) for s, e in zip(spread, entropy, strict=True)]
     return LayerRouting(
@@ -334,6 +346,12 @@ def _layer(
         projected_cost=sum(s * c for s, c in zip(share, costs, strict=True)),
         kl=None if is_static else kl,
     )
+
+
+def _entered(share: Iterable[float]) -> float:
+    """Share of tokens that have an expert; weights sum to one but for rounding."""
+    total = sum(share)
+    return total if total < 1.0 - 1e-6 else 1.0
 
 
 def _entropy_term(share: float) -> float:

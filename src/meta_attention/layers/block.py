@@ -55,7 +55,7 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
         step: DecodeStep | None = None,
     ) -> LayerOutput:
         """The attention half, without its residual."""
-        return self.attention(
+        attended: LayerOutput = self.attention(
             self.attention_norm(x),
             attention_mask,
             position_ids,
@@ -64,7 +64,9 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
             rotation,
             step,
         )
+        return attended
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """The feed-forward half, without its residual."""
-        return self.mlp(self.mlp_norm(x))
+        """The feed-forward half ``[B, T, D]``, without its residual."""
+        out: Tensor = self.mlp(self.mlp_norm(x))
+        return out

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import CacheError, ShapeError
 from meta_attention.experts import Expert, RecurrentExpert, SoftmaxExpert, build_experts
+from meta_attention.layers.entered import EnteredRows
 from meta_attention.ops.heads import check_mask
 
 
@@ -245,6 +246,55 @@ class RoutedCacheLayer(DynamicLayer):
         self._map(lambda x: x[indices.to(x.device)])
 
 
+class EnteredCacheLayer(RoutedCacheLayer, EnteredRows):
+    """Cache of a layer that tokens may pass by; it grows with those that enter."""
+
+    def __init__(self, experts: Mapping[str, Expert], has_conv: bool = False) -> None:
+        super().__init__(experts, has_conv)
+        # windows count tokens that entered, so padding in between is like any token that passes by
+        self.has_window = False
+        self.is_croppable = False
+
+    @property
+    def width(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def make_room(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(keys, values)
+            self.keys, self.values = keys, values
+        else:
+            self.keys = torch.cat([self.keys, keys], dim=2)
+            self.values = torch.cat([self.values, values], dim=2)
+        return self.keys, self.values
+
+    def count(self, num_entered: Tensor | None, num_tokens: int) -> None:
+        self.advance(num_tokens)
+        if num_entered is None:
+            return
+        self.counts = self.counts_of(num_entered.shape[0], num_entered.device) + num_entered
+        if self.keys is None or self.values is None or self.window is None:
+            return
+        if self.width > self.window:
+            # the newest of each row
+            first = (self.counts - self.window).clamp(min=0).unsqueeze(1)
+            at = first + torch.arange(self.window, device=first.device)
+            index = at[:, None, :, None]
+            self.keys, self.values = (
+                x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+                for x in (self.keys, self.values)
+            )
+            self.counts = self.counts.clamp(max=self.window)
+
+    def reset(self) -> None:
+        super().reset()
+        self.counts = None
+
+    def _map(self, select: Callable[[Tensor], Tensor]) -> None:
+        super()._map(select)
+        self.counts = None if self.counts is None else select(self.counts)
+
+
 class MetaAttentionCache(Cache):
     """Cache of a model: one :class:`RoutedCacheLayer` per layer, and which positions are padding.
 
@@ -257,12 +307,19 @@ class MetaAttentionCache(Cache):
             experts = [build_experts(config, i) for i in range(config.num_hidden_layers)]
         self.layers: list[RoutedCacheLayer]  # type: ignore[assignment]
         has_conv = config.short_conv is not None
-        super().__init__(layers=[self._make_layer(e, has_conv) for e in experts])
+        super().__init__(
+            layers=[
+                self._make_layer(e, has_conv, config.may_skip(i)) for i, e in enumerate(experts)
+            ]
+        )
         self.max_length = config.max_position_embeddings
         self.padding: Padding | None = None
 
-    def _make_layer(self, experts: Mapping[str, Expert], has_conv: bool) -> RoutedCacheLayer:
-        return RoutedCacheLayer(experts, has_conv)
+    def _make_layer(
+        self, experts: Mapping[str, Expert], has_conv: bool, may_skip: bool
+    ) -> RoutedCacheLayer:
+        make = EnteredCacheLayer if may_skip else RoutedCacheLayer
+        return make(experts, has_conv)
 
     def prepare(
         self, attention_mask: Tensor | None, B: int, T: int, device: torch.device
@@ -354,7 +411,8 @@ class MetaAttentionCache(Cache):
             if not layer.is_croppable:
                 raise CacheError(
                     f"the cache of layer {index} cannot forget tokens: its state is of all of "
-                    "them, or its window has dropped what came before; start a new cache"
+                    "them, its window has dropped what came before, or some have passed it by; "
+                    "start a new cache"
                 )
         super().crop(tokens_to_remove)
         self._map_padding(lambda is_token: is_token[:, :tokens_to_remove], past)

@@ -41,7 +41,11 @@ class ShortConvolution(nn.Module):
         init.copy_(self.weight, start)
 
     def forward(
-        self, x: Tensor, past: Tensor | None = None, documents: Tensor | None = None
+        self,
+        x: Tensor,
+        past: Tensor | None = None,
+        documents: Tensor | None = None,
+        is_padding: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Convolve.
 
@@ -49,6 +53,7 @@ class ShortConvolution(nn.Module):
             x: ``[B, T, C]``, zeros where there is padding.
             past: What the last call returned; None: nothing came before.
             documents: Numbers ``[B, T]``; tokens of one see none of another.
+            is_padding: ``[B, T]``; the next tokens will not see what follows a row's last token.
 
         Returns:
             ``[B, T, C]``, and the inputs that the next tokens will see ``[B, width - 1, C]``.
@@ -66,7 +71,12 @@ class ShortConvolution(nn.Module):
                 same = F.pad(documents, (back, 0))[:, :T] == documents
                 earlier = earlier * same.unsqueeze(-1)
             out = out + earlier * tap
-        return out, seen[:, T:]
+        if is_padding is None:
+            return out, seen[:, T:]
+        at = torch.arange(1, T + 1, device=x.device)
+        ends = torch.where(is_padding, 0, at).amax(dim=1)  # [B]
+        kept = ends.unsqueeze(1) + torch.arange(reach, device=x.device)  # [B, reach]
+        return out, seen.gather(1, kept.unsqueeze(-1).expand(-1, -1, seen.shape[-1]))
 
     def extra_repr(self) -> str:
         channels, width = self.weight.shape
@@ -107,7 +117,7 @@ class Projections(nn.Module):
             if is_padding is not None:
                 # a projection with a bias makes something of it
                 joined = joined.masked_fill(is_padding.unsqueeze(-1), 0.0)
-            joined, past = self.short_conv(joined, past, documents)
+            joined, past = self.short_conv(joined, past, documents, is_padding)
             parts = list(joined.split([part.shape[-1] for part in parts], dim=-1))
         return Heads(*(part.unflatten(-1, (-1, self.head_dim)) for part in parts)), past
 

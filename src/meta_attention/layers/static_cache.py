@@ -20,6 +20,7 @@ from meta_attention.layers.cache import (
     RoutedCacheLayer,
     conv_state_name,
 )
+from meta_attention.layers.entered import EnteredRows
 
 FIXED_ROWS = "a static cache keeps its number of rows; use a MetaAttentionCache to change it"
 
@@ -90,12 +91,15 @@ class StaticRoutedCacheLayer(RoutedCacheLayer):
         return self.states[name]
 
     def mask_of(self, step: DecodeStep) -> Tensor | None:
+        self.check_host_may_read(step)
+        return super().mask_of(step)
+
+    def check_host_may_read(self, step: DecodeStep) -> None:
         if step.position.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CacheError(
                 "a layer with own projections, experts of your own or autocast reads the length of "
                 "the cache on the host, so its step cannot be captured; call the model instead"
             )
-        return super().mask_of(step)
 
     def get_max_length(self) -> int:
         return self.max_cache_len
@@ -119,6 +123,40 @@ class StaticRoutedCacheLayer(RoutedCacheLayer):
             tensor.copy_(select(tensor))
 
 
+class StaticEnteredCacheLayer(StaticRoutedCacheLayer, EnteredRows):
+    """Cache of fixed size of a layer that tokens may pass by; it has room as if all entered."""
+
+    waits_for_host = False
+
+    def __init__(self, experts: Mapping[str, Expert], has_conv: bool, max_cache_len: int) -> None:
+        super().__init__(experts, has_conv, max_cache_len)
+        self.has_window = False
+        self.is_croppable = False
+
+    @property
+    def width(self) -> int:
+        # how many entered is known on the device only
+        return self.length if self.is_initialized else 0
+
+    def make_room(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return self._allocated(keys, values)
+
+    def count(self, num_entered: Tensor | None, num_tokens: int) -> None:
+        self.advance(num_tokens)
+        if num_entered is not None:
+            self.counts_of(num_entered.shape[0], num_entered.device).add_(num_entered)
+
+    def reset(self) -> None:
+        super().reset()
+        if self.counts is not None:
+            self.counts.zero_()
+
+    def _map(self, select: Callable[[Tensor], Tensor]) -> None:
+        super()._map(select)
+        if self.counts is not None:
+            self.counts.copy_(select(self.counts))
+
+
 class MetaAttentionStaticCache(MetaAttentionCache):
     """Cache of fixed size, for CUDA graphs: nothing of it moves, and its length is on the device.
 
@@ -139,8 +177,11 @@ class MetaAttentionStaticCache(MetaAttentionCache):
         self.length: Tensor | None = None  # [1] positions filled
         self.start: Tensor | None = None  # [B] first position that is not padding
 
-    def _make_layer(self, experts: Mapping[str, Expert], has_conv: bool) -> RoutedCacheLayer:
-        return StaticRoutedCacheLayer(experts, has_conv, self.capacity)
+    def _make_layer(
+        self, experts: Mapping[str, Expert], has_conv: bool, may_skip: bool
+    ) -> RoutedCacheLayer:
+        make = StaticEnteredCacheLayer if may_skip else StaticRoutedCacheLayer
+        return make(experts, has_conv, self.capacity)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that a captured step writes, which the host does not see."""

@@ -14,7 +14,13 @@ from transformers.utils.generic import ModelOutput
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import RoutingPosterior
 from meta_attention.controller.controllers import Controller
-from meta_attention.depth import AttentionResiduals, HalvedBlock
+from meta_attention.depth import (
+    AttentionResiduals,
+    DepthOutput,
+    HalvedBlock,
+    MixtureOfDepthsBlock,
+    TokenScore,
+)
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.experts import StateSpaceRates
 from meta_attention.layers import (
@@ -42,6 +48,7 @@ class RoutedModelOutput(ModelOutput):
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
     routed_cost: Tensor | None = None  # [], of evaluation's routes, mean over routed layers
+    depth_loss: Tensor | None = None  # [], of who enters blocks, mean over them; in training only
     routing_entropy: Tensor | None = None  # [], of beliefs, share of ln E, mean over routed layers
     routing_weights: tuple[Tensor, ...] | None = None  # [B, T, E] or [B, T, G, E] per layer
     concentrations: tuple[Tensor | None, ...] | None = None  # likewise; None without a prior
@@ -52,11 +59,13 @@ class RoutedModelOutput(ModelOutput):
 class RoutedCausalLMOutput(ModelOutput):
     """Logits with the routing they were produced by, and the loss with its parts."""
 
-    loss: Tensor | None = None  # [], task_loss + kl_weight * kl + cost_weight * projected_cost
+    # [], task_loss + kl_weight * kl + cost_weight * projected_cost + depth_weight * depth_loss
+    loss: Tensor | None = None
     task_loss: Tensor | None = None  # [], nats per token
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
     routed_cost: Tensor | None = None  # [], of evaluation's routes, mean over routed layers
+    depth_loss: Tensor | None = None  # [], of who enters blocks, mean over them; in training only
     routing_entropy: Tensor | None = None  # [], of beliefs, share of ln E, mean over routed layers
     logits: Tensor | None = None  # [B, T, V]
     past_key_values: Cache | None = None
@@ -72,23 +81,25 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
     config: MetaAttentionConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["MetaTransformerBlock"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     # evidence below a bfloat16's precision would vanish
-    _keep_in_fp32_modules_strict = ["controller", "rates", "residuals"]
+    _keep_in_fp32_modules_strict = ["controller", "rates", "depth_router", "residuals"]
 
-    def __init__(self, config: MetaAttentionConfig) -> None:
-        super().__init__(config)
-        if config.residual != "sum":
-            # of the model's own blocks only: FSDP refuses names that it does not find
-            self._no_split_modules = ["HalvedBlock"]
+    def __init__(self, config: MetaAttentionConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # those there are: FSDP refuses the name of one that is not
+        blocks = (_block_type(config, index) for index in range(config.num_hidden_layers))
+        self._no_split_modules = sorted({block.__name__ for block in blocks})
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Controller):
             # buffers are not saved; a model loaded from disk starts without them
             module.reset_buffers()
+            module.reset_start()
+        elif isinstance(module, TokenScore):
+            super()._init_weights(module)
             module.reset_start()
         elif isinstance(module, ShortConvolution | StateSpaceRates | AttentionResiduals):
             module.reset_parameters()
@@ -130,8 +141,9 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
         )
         self.residuals = None if config.residual == "sum" else AttentionResiduals(config)
-        make_block = MetaTransformerBlock if self.residuals is None else HalvedBlock
-        self.layers = nn.ModuleList(make_block(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            _block_type(config, i)(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = MetaAttentionRotaryEmbedding(config) if config.use_rope else None
         self.gradient_checkpointing = False
@@ -235,6 +247,9 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         if step is not None and step.is_token is not None:
             new_mask = step.is_token.unsqueeze(1)
         routed = [o for o in outputs if o.routes.weights.shape[-1] > 1]
+        depth_losses = [
+            o.depth_loss for o in outputs if isinstance(o, DepthOutput) and o.depth_loss is not None
+        ]
         return RoutedModelOutput(
             last_hidden_state=x,
             past_key_values=cache if use_cache else None,
@@ -249,6 +264,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 if output_routed_cost
                 else None
             ),
+            depth_loss=torch.stack(depth_losses).mean() if depth_losses else None,
             routing_entropy=(
                 _mean_of([o.routing_entropy for o in routed], new_mask, x)
                 if output_routing_entropy
@@ -362,12 +378,15 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
                 cost=hidden.projected_cost,
                 cost_weight=self.config.cost_weight,
             )
+            if hidden.depth_loss is not None:
+                loss = loss + self.config.depth_weight * hidden.depth_loss
         return RoutedCausalLMOutput(
             loss=loss,
             task_loss=task_loss,
             kl=hidden.kl,
             projected_cost=hidden.projected_cost,
             routed_cost=hidden.routed_cost,
+            depth_loss=hidden.depth_loss,
             routing_entropy=hidden.routing_entropy,
             logits=logits,
             past_key_values=hidden.past_key_values,
@@ -421,6 +440,12 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             # the prompt's padding is known, and what follows is none: a mask would have to be read
             inputs.pop("attention_mask", None)
         return inputs
+
+
+def _block_type(config: MetaAttentionConfig, layer_idx: int) -> type[MetaTransformerBlock]:
+    if config.residual != "sum":
+        return HalvedBlock
+    return MixtureOfDepthsBlock if config.may_skip(layer_idx) else MetaTransformerBlock
 
 
 def _mean_of(values: list[Tensor], mask: Tensor | None, like: Tensor) -> Tensor:

@@ -104,6 +104,7 @@ def _share_row(index: int, layer: LayerRouting, experts: list[str]) -> str:
         name
         for name, is_so in (
             ("static", layer.is_static),
+            (f"{layer.entered:.0%} enter", layer.entered < 1.0),
             ("expert collapse", layer.has_expert_collapse),
             ("prior collapse", layer.has_prior_collapse),
         )

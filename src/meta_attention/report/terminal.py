@@ -71,6 +71,7 @@ def routing_table(routing: RoutingSummary) -> Table:
         entropy = layer.routing_entropy
         notes = {
             "static": layer.is_static,
+            f"{layer.entered:.0%} enter": layer.entered < 1.0,
             "[red]expert collapse[/]": layer.has_expert_collapse,
             "[red]prior collapse[/]": layer.has_prior_collapse,
         }
@@ -166,10 +167,12 @@ def _print_experts(console: Console, inspection: Inspection, layer_idx: int) -> 
     text, last = Text(), ""
     for token, weights, top in zip(inspection.tokens, layer.weights, layer.expert, strict=True):
         expert = layer.experts[top]
-        if not has_colours and expert != last:
-            text.append(f"[{expert}]")
+        # all weights of a token that passed the block by are zero, and its colour is white
+        name = expert if weights[top] > 0.0 else "skipped"
+        if not has_colours and name != last:
+            text.append(f"[{name}]")
         text.append(_sign(token), _style(colours[expert], weights[top]) if has_colours else "")
-        last = expert
+        last = name
     legend = Text(f"layer {layer_idx}: ")
     for expert, cost in zip(layer.experts, layer.costs, strict=True):
         legend.append(f" {expert} ", _style(colours[expert], 1.0)).append(f" cost {cost:.3g}  ")

@@ -106,12 +106,17 @@ class EmpiricalPrior(RowLog):
                 self.blocks.to(model.device), use_cache=False, output_routing=True, logits_to_keep=1
             )
         found = []
-        for layer, concentration in zip(attention_layers(model), out.concentrations, strict=True):
+        routes = zip(attention_layers(model), out.routing_weights, out.concentrations, strict=True)
+        for layer, weights, concentration in routes:
             controller = layer.controller
             strength = controller.prior_strength
             if isinstance(controller, BayesianMetaController):
                 floor = model.config.prior_floor
-                strength = estimate_strength(concentration, controller.costs, floor)
+                # a token that passed the block by left no posterior there
+                has_entered = weights.sum(dim=-1) > 0.0
+                if has_entered.any():
+                    given = concentration[has_entered]
+                    strength = estimate_strength(given, controller.costs, floor)
             found.append(strength)
         return found
 

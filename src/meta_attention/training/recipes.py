@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from meta_attention.config import (
     ControllerName,
+    DepthRouting,
     MetaAttentionConfig,
     ResidualName,
     RouteGradient,
@@ -64,6 +65,13 @@ class Settings(RunSettings):
     shared_projections: bool = True
     short_conv: int | None = None
     """Taps of a causal convolution over queries, keys and values."""
+    depth_capacity: float | None = None
+    """Mixture of Depths: share of the tokens that enter a block; None: all enter all blocks."""
+    depth_layers: tuple[int, ...] | None = None
+    """The blocks that tokens may pass by; default: every other one."""
+    depth_routing: DepthRouting = "top_k"
+    depth_weight: float = 1.0
+    """Weight of what teaches who enters."""
     initializer_range: float = 0.02
     """Standard deviation of new weights."""
     controller: ControllerName = "bayesian"
@@ -154,6 +162,10 @@ class Settings(RunSettings):
             expert_costs=self.expert_costs,
             shared_projections=self.shared_projections,
             short_conv=self.short_conv,
+            depth_capacity=self.depth_capacity,
+            depth_layers=self.depth_layers,
+            depth_routing=self.depth_routing,
+            depth_weight=self.depth_weight,
             initializer_range=self.initializer_range,
             controller=self.controller,
             prior_strength=self.prior_strength,
@@ -364,6 +376,14 @@ def parse_names(text: str) -> tuple[str, ...]:
     if not all(names):
         raise ConfigError(f"names must be separated by single commas, got {text!r}")
     return names
+
+
+def parse_indices(text: str) -> tuple[int, ...]:
+    """``"1,3"`` -> its numbers."""
+    names = parse_names(text)
+    if not all(name.isdecimal() for name in names):
+        raise ConfigError(f"indices must be whole numbers parted by commas, got {text!r}")
+    return tuple(map(int, names))
 
 
 def parse_layer_experts(text: str) -> tuple[tuple[str, ...], ...]:

@@ -97,6 +97,8 @@ class MetaAttentionTrainer(Trainer):
         self.cost_weight = cost_weight
         self._steers_cost_weight = config.controller == "prior_free"
         self._is_hard = config.routing == "hard"
+        # an adapted model has blocks of its own
+        self._depth_weight = getattr(config, "depth_weight", 0.0)
         schedules = (self.kl_weight, self.cost_weight, self.uncertainty_threshold)
         self.economy = Economy(
             num_steps=max(1, args.max_steps),
@@ -140,6 +142,11 @@ class MetaAttentionTrainer(Trainer):
         self.captured: CapturedSteps | None = None
         if capture:
             check_capture(args)
+            if getattr(config, "depth_capacity", None) and config.depth_routing == "threshold":
+                raise ConfigError(
+                    "captured steps must have depth_routing='top_k': how many tokens are above a "
+                    "threshold changes from step to step; leave --capture out"
+                )
             self.captured = CapturedSteps(model.parameters())
         # task loss and routed cost since the economy last looked
         self._watched = torch.zeros(2)
@@ -296,6 +303,10 @@ class MetaAttentionTrainer(Trainer):
             parts = self.current_gradient_accumulation_steps
             kl, cost, routed_cost = kl / parts, cost / parts, routed_cost / parts
         loss = routing_loss(task, kl, kl_weight=kl_weight, cost=cost, cost_weight=cost_weight)
+        depth = getattr(out, "depth_loss", None)
+        if depth is not None:
+            depth = depth / parts
+            loss = loss + self._depth_weight * depth
         figures = {
             "task_loss": task,
             "kl": kl,
@@ -304,6 +315,8 @@ class MetaAttentionTrainer(Trainer):
             "cost_loss": cost_weight * cost,
             "routed_cost": routed_cost,
         }
+        if depth is not None:
+            figures["depth_loss"] = depth
         others = {name: value / parts for name, value in getattr(out, "figures", {}).items()}
         figures |= others
         values = torch.stack([value.detach() for value in figures.values()])
@@ -378,7 +391,12 @@ class MetaAttentionTrainer(Trainer):
 
     def flatten(self, routing: RoutingSummary) -> dict[str, float]:
         """A summary as names and numbers, as logs want it."""
-        return flatten_routing(routing)
+        figures = flatten_routing(routing)
+        config = self.config_of(self.accelerator.unwrap_model(self.model))
+        for index, layer in enumerate(routing.layers):
+            if config.may_skip(index):
+                figures[f"layer_{index}/entered"] = layer.entered
+        return figures
 
     def _close_window(self) -> dict[str, float]:
         """Means over the steps since the last log, over all processes."""

@@ -78,6 +78,15 @@ def test_routes_that_follow_need_are_perfect():
     assert "layer_1/full_precision" not in result.flatten()
 
 
+def test_a_token_that_passed_the_block_by_is_not_on_full_attention():
+    predicted, labels, needs_full, (weights,) = batch(layers=((1, 2),))
+    tally = TaskTally([torch.tensor([True, True])])
+    tally.add(predicted, labels, needs_full, [weights * needs_full.unsqueeze(-1)])
+    result = tally.result()
+    assert result.full_share == result.need_share > 0
+    assert result.any_layer.precision == result.any_layer.recall == 1.0
+
+
 def test_the_rows_of_a_batch_add_up():
     arguments = batch()
     tally = TaskTally([torch.tensor([True, False, False]), torch.tensor([False, True])])

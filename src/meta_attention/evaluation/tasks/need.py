@@ -158,7 +158,9 @@ class TaskTally:
 
     def _is_on_full(self, weights: Tensor, is_full: Tensor) -> Tensor:
         """[B, T] bool."""
-        is_on_full = is_full.to(weights.device)[weights.argmax(dim=-1)]
+        top, expert = weights.max(dim=-1)
+        # without any weight a token passed the block by
+        is_on_full = is_full.to(weights.device)[expert] & (top > 0.0)
         return is_on_full.any(dim=2) if is_on_full.dim() == 3 else is_on_full
 
 
