@@ -6,7 +6,6 @@ scored, given the tokens of the block before it.
 Shapes: N blocks, B of a batch, T their length, M = B * (T - 1) tokens scored, E experts.
 """
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from meta_attention.evaluation.forcing import RouteJudge, attention_layers
 from meta_attention.evaluation.inspect import DIRICHLET_SIGNALS, POINT_SIGNALS
 from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.evaluation.routing import RoutingTally, routed_as
-from meta_attention.experts import build_experts, expert_costs
+from meta_attention.experts import build_experts
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.routing import uncertainty_of
 
@@ -141,11 +140,14 @@ def relative_flops(
 
 
 def paper_costs(model: MetaAttentionForCausalLM) -> list[list[float]]:
-    """Cost of each expert of each layer, as the paper has it."""
-    config: MetaAttentionConfig = copy.copy(model.config)
-    config.expert_costs = "paper"
+    """Cost of each expert of each layer as the paper has it, where it gives none as counted."""
+    config: MetaAttentionConfig = model.config
+    length = config.cost_length or config.max_position_embeddings
     return [
-        list(expert_costs(config, build_experts(config, layer.layer_idx)))
+        [
+            expert.cost(length) if expert.paper_cost is None else expert.paper_cost
+            for expert in build_experts(config, layer.layer_idx).values()
+        ]
         for layer in attention_layers(model)
     ]
 

@@ -156,6 +156,11 @@ def _with_gradients(name: str) -> Variant:
     return replace(variant, name=f"{name}-gradients", probes=("gradients",))
 
 
+_SSM: dict[str, Any] = {"experts": ("full", "ssm", "local")}
+# of two blocks, the second may be passed by
+_DEPTH: dict[str, Any] = {"depth_capacity": 0.5}
+_RESIDUALS: dict[str, Any] = {"residual": "attention"}
+
 _SCHEDULES = {
     "1": "bayesian",
     "0.1": "kl-weight-0.1",
@@ -256,6 +261,37 @@ EXPERIMENTS: dict[str, Experiment] = {
                 for repeats in (1, 2, 4, 8, 16, 32)
             ),
             "times the text is seen",
+        ),
+        Experiment(
+            "composition",
+            "What do other experts, passing blocks by and Attention Residuals add to our recipe?",
+            (
+                VARIANTS["recommended"],
+                Variant("with-ssm", "ssm in place of linear", {**RECOMMENDED, **_SSM}),
+                Variant(
+                    "with-gated-full",
+                    "gated_full in place of full",
+                    {
+                        **RECOMMENDED,
+                        "experts": ("gated_full", "linear", "local"),
+                        "start_expert": "gated_full",
+                    },
+                ),
+                Variant("with-depth", "half of the tokens enter", {**RECOMMENDED, **_DEPTH}),
+                Variant(
+                    "with-depth-gate",
+                    "all tokens enter, by a gate",
+                    {**RECOMMENDED, "depth_capacity": 1.0},
+                ),
+                Variant("with-residuals", "Attention Residuals", {**RECOMMENDED, **_RESIDUALS}),
+                VARIANTS["full"],
+                Variant(
+                    "gated-full",
+                    "gated full attention only",
+                    {"experts": ("gated_full",), "expert_costs": "flops"},
+                ),
+                Variant("ssm", "ssm only", {"experts": ("ssm",), "expert_costs": "flops"}),
+            ),
         ),
     )
 }
