@@ -78,7 +78,7 @@ def run(
     if (folder / CHECKPOINT).exists():
         training.load(folder / CHECKPOINT)
         _say(f"going on after step {training.steps_done}")
-    elif scale.first_steps and not variant.is_early:
+    elif scale.first_steps and variant.has_beginning:
         first = Training(cache, variant.beginning, scale, seed, device, compile=compile)
         name = variant.beginning.name
         beginning = run_folder(runs / BEGINNINGS, scale_name, name, seed)
@@ -200,7 +200,9 @@ def measure_times(
             def prefill(ids: Tensor = ids) -> None:
                 model(ids, use_cache=False, logits_to_keep=1)
 
-            replay = captured(prefill) if device == "cuda" else prefill
+            # who enters a block is known on the host only
+            is_captured = device == "cuda" and variant.depth_capacity is None
+            replay = captured(prefill) if is_captured else prefill
             times[f"prefill_ms_{length}"] = _median_ms(replay, device, repeats)
     # the last step's learning rate is next to nothing, so that routes stay what they are
     training.steps_done = scale.steps - 1

@@ -185,7 +185,10 @@ class Training:
             cost=out.projected_cost,
             cost_weight=self.knobs["cost_weight"],
         )
-        (loss + self.knobs["hold"] * self.below_target(out.projected_cost)).backward()
+        loss = loss + self.knobs["hold"] * self.below_target(out.projected_cost)
+        if out.depth_loss is not None:
+            loss = loss + self.model.config.depth_weight * out.depth_loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimiser.step()
         costs = (out.projected_cost, out.routed_cost)

@@ -7,6 +7,7 @@ from typing import Any
 from meta_attention.config import (
     ControllerName,
     MetaAttentionConfig,
+    ResidualName,
     RouteGradient,
     RouteGranularity,
     TrainingWeights,
@@ -18,6 +19,7 @@ from meta_attention.training.schedule import Schedule
 # local*16 has sixteen times the window of local
 EXPERTS = {
     "F": ("full",),
+    "G": ("gated_full",),
     "L": ("local",),
     "M": ("local*16",),
     "N": ("local*32",),
@@ -25,7 +27,10 @@ EXPERTS = {
     "R": ("full", "linear", "local"),
     "S": ("full", "local"),
     "W": ("full", "local*16", "local"),
+    "X": ("full", "ssm", "local"),
 }
+# what a beginning on full attention has no parameters for
+NEW_PARAMETERS = {"gated_full", "ssm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +166,8 @@ class Variant:
         is_early: As it is from the first step on, without a beginning on full attention.
         is_blind: Controllers do not see tokens: what they learn is one route for a layer, or for
             each of its heads.
+        depth_capacity: Share of tokens that enter every other block.
+        residual: What blocks read of those before them.
     """
 
     pattern: str
@@ -172,6 +179,15 @@ class Variant:
     widen: int = 1
     is_early: bool = False
     is_blind: bool = False
+    depth_capacity: float | None = None
+    residual: ResidualName = "sum"
+
+    @property
+    def has_beginning(self) -> bool:
+        """Whether it goes on from a model of full attention."""
+        experts = {name for letter in self.pattern for name in EXPERTS[letter]}
+        is_plain = self.depth_capacity is None and self.residual == "sum"
+        return is_plain and not self.is_early and not experts & NEW_PARAMETERS
 
     @property
     def is_routed(self) -> bool:
@@ -230,6 +246,8 @@ class Variant:
             route_gradient=self.gradient,
             route_granularity=self.granularity,
             routing="hard",
+            depth_capacity=self.depth_capacity,
+            residual=self.residual,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -255,6 +273,7 @@ ROUTED_PATTERNS = {
 
 VARIANTS: dict[str, Variant] = {
     "full": Variant("F"),
+    "gated-full": Variant("G"),
     "local": Variant("L"),
     "local-x4": Variant("L", widen=4),
     "local-x8": Variant("L", widen=8),
@@ -282,11 +301,17 @@ VARIANTS: dict[str, Variant] = {
     for granularity in ("token", "kv_head")
     for target in targets
 }
-# by name only, not part of "all": a routed variant with endings, such as
-# bayes-all-token-0.2-linear-sparse
-ENDINGS: dict[str, Callable[[Variant], Variant]] = {
+# by name only, not part of "all": a variant with endings, such as
+# bayes-all-token-0.2-linear-sparse; of static ones
+STATIC_ENDINGS: dict[str, Callable[[Variant], Variant]] = {
+    "depth": lambda v: replace(v, depth_capacity=0.5),
+    "residuals": lambda v: replace(v, residual="block_attention"),
+}
+# and of routed ones
+ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     # the paper's three experts
     "linear": lambda v: replace(v, pattern=v.pattern.replace("S", "R")),
+    "ssm": lambda v: replace(v, pattern=v.pattern.replace("S", "X")),
     # training saves time too, as only chosen experts run
     "sparse": lambda v: replace(v, gradient="chosen"),
     "thompson": lambda v: replace(v, draw="sample"),
@@ -318,8 +343,11 @@ def base_and_endings(name: str) -> tuple[str, list[str]]:
             )
         base = base.removesuffix(f"-{ending}")
         endings.insert(0, ending)
-    if endings and not VARIANTS[base].is_routed:
-        raise ConfigError(f"variant {base} has no routes, so nothing may follow it, got {name!r}")
+    if not VARIANTS[base].is_routed and set(endings) - set(STATIC_ENDINGS):
+        raise ConfigError(
+            f"variant {base} has no routes, so only {', '.join(STATIC_ENDINGS)} may follow it, got "
+            f"{name!r}"
+        )
     return base, endings
 
 

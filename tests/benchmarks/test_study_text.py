@@ -58,7 +58,15 @@ def test_a_cache_has_the_tokens_it_was_asked_for_and_the_words_as_wikitext_count
 
 
 @pytest.mark.parametrize(
-    "variant", ["hybrid-1-2", "bayes-global-kv_head-0.4", "prior-free-all-0.2"]
+    "variant",
+    [
+        "hybrid-1-2",
+        "bayes-global-kv_head-0.4",
+        "prior-free-all-0.2",
+        "gated-full",
+        "hybrid-1-5-residuals",
+        "bayes-all-token-0.4-ssm-depth",
+    ],
 )
 def test_a_run_leaves_config_metrics_and_result(cache, tmp_path, variant):
     arguments = ["--cache", str(cache.folder), "--out", str(tmp_path), "--scale", "tiny"]
@@ -320,6 +328,9 @@ def test_endings_of_a_variant_add_up():
     assert variant.pattern == base.pattern.replace("S", "R")
     assert (variant.draw, variant.gradient) == ("sample", "chosen")
     assert variant.target == base.target
+    assert variant.has_beginning
+    deep = find_variant("hybrid-1-5-depth")
+    assert (deep.depth_capacity, deep.has_beginning) == (0.5, False)
 
 
 @pytest.mark.parametrize("name", ["bayes-all-token-0.3", "full-sparse", "bayes-all-token-0.2-x"])
