@@ -44,7 +44,7 @@ class Flow(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.trainer.logged_step = state.global_step
-        self.trainer.restore_economy()
+        self.trainer.restore()
         self.trainer.find_best()
 
     def on_epoch_begin(

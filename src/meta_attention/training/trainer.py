@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,20 +23,18 @@ from transformers import (
     PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
-    Trainer,
-    TrainerState,
     TrainingArguments,
     default_data_collator,
 )
-from transformers.trainer import TRAINER_STATE_NAME
 
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.routing import RoutingSummary, RoutingTally
 from meta_attention.evaluation.tasks import TaskDataset, TaskTally
 from meta_attention.objective import routing_loss
 from meta_attention.training.capture import CapturedSteps, StepResult, check_capture
-from meta_attention.training.checkpoints import TrainingError, clear_write_errors, step_of
+from meta_attention.training.checkpoints import TrainingError
 from meta_attention.training.economy import TOLERANCE, WINDOW, Economy
+from meta_attention.training.lasting import LastingTrainer
 from meta_attention.training.logs import Flow, flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.sampler import BlockSampler
@@ -49,7 +46,7 @@ Batch = dict[str, Tensor]
 ECONOMY_STATE = "economy"
 
 
-class MetaAttentionTrainer(Trainer):
+class MetaAttentionTrainer(LastingTrainer):
     """Trains a routed language model on blocks of one length.
 
     Args:
@@ -499,51 +496,6 @@ class MetaAttentionTrainer(Trainer):
 
     # --- checkpoints ---
 
-    def train_from(self, checkpoint: Path | None) -> None:
-        """Train to the end, from a checkpoint or from scratch, and load the best model."""
-        if checkpoint is None or int(step_of(checkpoint)) < self.args.max_steps:
-            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        else:
-            # the run was stopped between its last step and its end
-            if self.is_fsdp_enabled:
-                prepared = self.accelerator.prepare(self.model, self.create_optimizer())
-                self.model, self.optimizer = prepared
-                self.model_wrapped = self.model
-            self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-            self._load_from_checkpoint(str(checkpoint))
-            self.restore_economy()
-        self.find_best()
-        if self.state.best_model_checkpoint is not None:
-            self._load_best_model()
-
-    @property
-    def model_step(self) -> int:
-        """The step whose model :meth:`train_from` has left: the best, or else the last."""
-        best = self.state.best_model_checkpoint
-        return self.state.global_step if best is None else int(step_of(Path(best)))
-
-    def save_whole_model(self, folder: Path) -> None:
-        """Save the model for ``from_pretrained``, also if its checkpoints are shards."""
-        if self.is_fsdp_enabled:
-            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        self.save_model(str(folder))
-
-    def close(self) -> None:
-        """Part from the other processes, after the first one has written everything.
-
-        What still holds their connection, a wrapped model above all, goes first: freed when the
-        interpreter exits, the connection's threads would bring it down.
-        """
-        self.accelerator.wait_for_everyone()
-        self.model_wrapped = cast(nn.Module, self.model)
-        self.accelerator.free_memory()
-        self.accelerator.end_training()
-
-    def find_best(self) -> None:
-        """Look for the best checkpoint where it is now; the folder may have been moved."""
-        best = Path(str(self.args.output_dir)) / f"checkpoint-{self.state.best_global_step}"
-        self.state.best_model_checkpoint = str(best) if best.is_dir() else None
-
     def may_be_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether an evaluated model competes for the best.
 
@@ -559,8 +511,8 @@ class MetaAttentionTrainer(Trainer):
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         return self.may_be_best(metrics) and super()._determine_best_metric(metrics, trial)
 
-    def restore_economy(self) -> None:
-        """Go on from what a checkpoint says of it, where there is one."""
+    def restore(self) -> None:
+        """Go on with the economy of a checkpoint, where there is one."""
         self.economy.num_steps = max(1, self.state.max_steps)
         saved = dict(self.state.stateful_callbacks.get(ECONOMY_STATE, {}))  # type: ignore[union-attr]
         if saved:
@@ -573,10 +525,7 @@ class MetaAttentionTrainer(Trainer):
             self._watched = reduce(self._watched, "mean")
             state = self.economy.state() | {"watched": self._watched.tolist()}
             self.state.stateful_callbacks[ECONOMY_STATE] = state  # type: ignore[index,call-overload]
-        step, folder = self.state.global_step, Path(str(self.args.output_dir))
-        partial = folder / f"checkpoint-{step}" if self.args.should_save else None
-        with clear_write_errors(f"the checkpoint of step {step}", folder, partial):
-            super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial)
 
 
 def _wants_fsdp(args: TrainingArguments) -> bool:
