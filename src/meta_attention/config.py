@@ -384,10 +384,6 @@ class MetaAttentionConfig(PreTrainedConfig):
                 "depth_routing='top_k' predicts a choice among later tokens and needs causal=True; "
                 "use 'threshold' in encoders"
             )
-        if self.residual != "sum":
-            raise ConfigError(
-                f"depth_capacity needs residual='sum', got {self.residual!r}; leave one of them out"
-            )
         self._check_depth_layers()
 
     def _check_depth_layers(self) -> None:
