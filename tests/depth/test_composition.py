@@ -6,6 +6,7 @@ A table of compositions and, below it, what holds of each of them.
 import warnings
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ DEPTH = {"depth_capacity": 0.5}
 THRESHOLD = {"depth_capacity": 0.4, "depth_routing": "threshold", "depth_layers": (0, 1, 2)}
 FULL = {"residual": "attention"}
 BLOCKS = {"residual": "block_attention", "residual_blocks": 2}
-COMPOSITIONS = {
+COMPOSITIONS: dict[str, dict[str, Any]] = {
     "experts and depth": ROUTED | DEPTH,
     "experts and residuals": ROUTED | BLOCKS,
     "depth and residuals": STATIC | DEPTH | BLOCKS,
