@@ -7,6 +7,7 @@ import warnings
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -273,6 +274,37 @@ def test_both_halves_run_on_the_tokens_that_enter_only(composition, training, ro
         assert len(spy.seen) == 4
         taken = out.routing_weights[layer] > 0
         assert executed[layer] == taken[..., [0, 2]].sum().item()
+
+
+@pytest.mark.parametrize("composition", ["all", "all, hard", "all, gated by head"])
+def test_what_passes_by_reaches_neither_half(composition):
+    """Poison in its place: nothing of it is read, and no gradient comes from there."""
+    block = make_model(composition).double().model.layers[1]
+    x, later = torch.randn(2, B, T, D, dtype=torch.float64)
+    enters, forward = torch.rand(B, T) < 0.5, block.depth_router.forward
+
+    def forced(x, is_token):
+        entry = forward(torch.nan_to_num(x), is_token)
+        return type(entry)(enters, entry.gate, entry.loss, None)
+
+    def halves(x, later):
+        with mock.patch.object(block.depth_router, "forward", forced):
+            attended = block(x)
+        return attended.output, block(later, half="feed_forward", entered=attended.entered)
+
+    expected = halves(x, later)
+    poisoned = [y.masked_fill(~enters.unsqueeze(-1), torch.nan) for y in (x, later)]
+    for ours, theirs, given in zip(
+        halves(*(y.requires_grad_() for y in poisoned)), expected, poisoned, strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+        assert (ours[~enters] == 0).all()
+        assert (ours[enters] != 0).any(dim=-1).all()
+        (gradient,) = torch.autograd.grad(ours.square().sum(), given, retain_graph=True)
+        assert (gradient[~enters] == 0).all()
+        assert gradient[enters].isfinite().all()
+        ours.sum().backward(retain_graph=True)
+    assert all(p.grad.isfinite().all() for p in block.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("composition", ["all", "all, full, threshold"])
