@@ -71,7 +71,8 @@ class MetaAttentionConfig(PreTrainedConfig):
             one layer can find what followed a token. None: without. Shared by all experts that
             share projections; for ``"ssm"`` it is the convolution of Mamba-2.
         depth_capacity: Mixture of Depths: the share of tokens that enter a block, in (0, 1]; the
-            others pass it by at no cost. None: every token enters every block.
+            others pass it by at no cost. None: every token enters every block. With any experts
+            and any ``residual``.
         depth_layers: Indices of the blocks that tokens may pass by; default: every other one,
             beginning with the second.
         depth_routing: Who enters. ``"top_k"``: in training the share of a row with the highest
@@ -116,7 +117,8 @@ class MetaAttentionConfig(PreTrainedConfig):
         residual: What the halves of the blocks read. ``"sum"``: the sum of the embedding and of
             all outputs before, as in any transformer. ``"attention"``: a softmax over them, by a
             learned query for each half (Attention Residuals). ``"block_attention"``: a softmax
-            over the sums of groups of outputs, which costs less. Both start as the sum.
+            over the sums of groups of outputs, which costs less. Both start as the sum. A token
+            that passes a block by (``depth_capacity``) adds nothing there.
         residual_blocks: Groups of ``"block_attention"``: the halves of all blocks in order, in so
             many groups of equal size, or one more or less.
     """
@@ -383,10 +385,6 @@ class MetaAttentionConfig(PreTrainedConfig):
             raise ConfigError(
                 "depth_routing='top_k' predicts a choice among later tokens and needs causal=True; "
                 "use 'threshold' in encoders"
-            )
-        if self.residual != "sum":
-            raise ConfigError(
-                f"depth_capacity needs residual='sum', got {self.residual!r}; leave one of them out"
             )
         self._check_depth_layers()
 

@@ -59,6 +59,22 @@ def test_sinks_are_counted(run):
         assert ours - without == pytest.approx(expected - without, rel=0.05)
 
 
+def test_depth_multiplies_what_is_in_blocks_and_residuals_are_of_every_token(run):
+    def first(*options):
+        result = run("flops", "--mix", "full=0.5,ssm=0.5", "--layers", 4, *options, "--json")
+        return json.loads(result.stdout)
+
+    depth = ("--depth-capacity", 0.5)
+    plain, less, both = first(), first(*depth), first(*depth, "--residual", "attention")
+    assert (both["depth_capacity"], both["residual"]) == (0.5, "attention")
+    costs = [table["rows"][0] for table in (plain, less, both)]
+    plain, less, both = (row["model"]["gflop_per_token"] * 1e9 for row in costs)
+    assert less < plain
+    # logits and sums, over 2 to 9 sources
+    assert both - less == pytest.approx(4 * 1024 * sum(range(2, 10)))
+    assert costs[1]["layer"] == costs[2]["layer"]
+
+
 def test_full_attention_alone_costs_what_it_costs(run):
     rows = json.loads(run("flops", "--mix", "full=1", "--json").stdout)["rows"]
     assert {row[name]["relative_to_full"] for row in rows for name in ("attention", "model")} == {1}
@@ -89,6 +105,9 @@ def test_a_model_that_cannot_be_is_one_sentence(run):
     result = run("flops", "--hidden-size", 100, "--heads", 3)
     assert isinstance(result.exception, ConfigError)
     assert "hidden_size must be a multiple of num_attention_heads" in str(result.exception)
+    result = run("flops", "--layers", 2, "--residual", "block_attention")
+    assert isinstance(result.exception, ConfigError)
+    assert "residual_blocks must be at most 4" in str(result.exception)
 
 
 def test_help_has_examples_and_does_not_load_torch():

@@ -1,6 +1,7 @@
 """``meta-attention train``."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -125,6 +126,28 @@ def test_depth_is_asked_for_by_flags(tmp_path):
     assert "depth_capacity must be in (0, 1], got 2.0" in str(wrong)
     wrong = error_of("--out", tmp_path / "wrong", *SMALL, "--depth-layers", "a")
     assert "whole numbers parted by commas, got 'a'" in str(wrong)
+
+
+def test_experts_depth_and_residuals_are_asked_for_together(tmp_path):
+    out = tmp_path / "all"
+    flags = ("--layers", 4, "--experts", "full,ssm,local", "--expert-costs", "flops")
+    depth = ("--depth-capacity", 0.5, "--gradient-checkpointing", "--precision", "bf16")
+    residual = ("--residual", "block_attention", "--residual-blocks", 4)
+    result = run("--out", out, *SMALL, *flags, *depth, *residual)
+    assert result.exit_code == 0, result.output
+    assert "depth: tokens that enter, held out: layer 1 " in result.output
+    rows = [row for row in read_metrics(out) if row["kind"] == "train"]
+    assert all(math.isfinite(row["task_loss"]) and row["depth_loss"] > 0 for row in rows)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    kinds = [type(block).__name__ for block in model.model.layers]
+    assert kinds == ["HalvedBlock", "HalvedMixtureOfDepthsBlock"] * 2
+    assert model.config.experts == ("full", "ssm", "local")
+    # trained: all of them started at zero
+    assert (model.model.residuals.queries[1:].abs().amax(dim=1) > 0).all()
+    prompt = tokenizer("The keeper", return_tensors="pt")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    text = model.generate(**prompt, **options)
+    assert text.tolist() == model.generate(**prompt, **options, use_cache=False).tolist()
 
 
 def test_a_target_cost_is_asked_for_by_a_flag(tmp_path):

@@ -248,8 +248,12 @@ def test_reading_sources_is_counted_as_pytorch_counts_its_logits(residual):
 
 
 @pytest.mark.parametrize("routing", ["soft", "hard"])
-def test_blocks_that_tokens_pass_by_are_counted_as_pytorch_does(routing):
-    """One row, which is packed without gaps; as above, nothing is masked away."""
+@pytest.mark.parametrize("residual", ["sum", "attention"])
+def test_blocks_that_tokens_pass_by_are_counted_as_pytorch_does(residual, routing):
+    """One row, which is packed without gaps; as above, nothing is masked away.
+
+    Depth times mechanism, and what is read of earlier outputs by every token on top.
+    """
     config = make_config(
         experts=("full", "linear"),
         causal=False,
@@ -260,6 +264,7 @@ def test_blocks_that_tokens_pass_by_are_counted_as_pytorch_does(routing):
         depth_capacity=0.5,
         depth_routing="threshold",
         depth_layers=(0, 1),
+        residual=residual,
     )
     torch.manual_seed(0)
     model = MetaAttentionForCausalLM(config).eval()
@@ -273,7 +278,11 @@ def test_blocks_that_tokens_pass_by_are_counted_as_pytorch_does(routing):
     entered = [(weights > 0).any(dim=-1).sum().item() for weights in out.routing_weights]
     assert all(0 < number < 64 for number in entered)
     counted = count_model(config, out.routing_weights)
-    assert counted.model == counter.get_total_flops()
+    # sums of sources are no products to PyTorch, as above
+    assert counted.model - counted.residuals / 2 == counter.get_total_flops()
+    # the last reads five sources: the embedding and two halves of two blocks
+    reads = 2 + 3 + 4 + 5
+    assert counted.residuals == (0 if residual == "sum" else 64 * 4 * 32 * reads)
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from meta_attention import Heads, MetaAttentionConfig, MetaAttentionForCausalLM
+from meta_attention import Heads, MetaAttentionConfig, MetaAttentionForCausalLM, adapt
+from meta_attention.adapt import AdaptConfig, collect_routing, freeze_base
 from meta_attention.errors import ConfigError
 from meta_attention.experts import SelectiveStateSpace, build_experts, expert_costs
 from meta_attention.ops.route_plan import plan_routes
 from meta_attention.testing import assert_within_error_budget, naive_state_space
+from meta_attention.testing.pretrained import build_base, draw_tokens, randomise_controllers
 
 NAN = float("nan")
 B, T, D, H, K, P = 2, 150, 32, 4, 2, 8
@@ -290,3 +292,28 @@ def test_the_paper_gives_it_no_cost_but_it_can_be_counted():
     # attention multiplies 512.5 keys and values of 64
     counted = (256 + 2 * 64 * 64) / (2 * 512.5 * 64)
     assert list(expert_costs(config, experts)) == [1.0, pytest.approx(counted)]
+
+
+@pytest.mark.parametrize("routing", ["soft", "hard"])
+def test_it_learns_in_a_pretrained_model(routing):
+    """Its adapters are saved and it decodes: tests/adapt."""
+    settings = AdaptConfig(experts=("full", "ssm", "local"), window_size=4, routing=routing)
+    model = adapt(build_base("llama"), settings).train()
+    randomise_controllers(model)
+    freeze_base(model)
+    ids, losses = draw_tokens(2, 16), []
+    learned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(learned.values(), lr=1e-3)
+    for _ in range(5):
+        # hard routes are drawn
+        torch.manual_seed(0)
+        with collect_routing(model) as record:
+            loss = model(ids, labels=ids).loss + record.kl
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    rates = {name.rpartition(".rates.")[2] for name in learned if ".rates." in name}
+    assert rates == {"log_rate", "step_bias", "skip"}
+    assert [name for name, p in learned.items() if not p.grad.abs().max() > 0.0] == []
+    assert losses[-1] < losses[0]

@@ -49,6 +49,15 @@ MODELS = {
         "depth_routing": "threshold",
         "short_conv": 3,
     },
+    "residuals": {"routing": "hard", "residual": "block_attention", "residual_blocks": 2, **EVEN},
+    "depth, residuals": {
+        "routing": "hard",
+        "experts": ("full", "ssm", "local"),
+        "depth_capacity": 0.5,
+        "depth_layers": (0, 2),
+        "residual": "attention",
+        **EVEN,
+    },
 }
 # their step reads the length on the host, and cannot be captured
 ON_THE_HOST = {"own projections": {"shared_projections": False, "routing": "hard"}}

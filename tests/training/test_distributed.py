@@ -26,6 +26,14 @@ OVERRIDES = {
     "eval_every": 3,
     "save_every": 3,
 }
+# blocks that are called twice, the second time with what the first call chose
+ALL_THREE = OVERRIDES | {
+    "layers": 3,
+    "experts": ("full", "ssm", "local"),
+    "expert_costs": "flops",
+    "depth_capacity": 0.5,
+    "residual": "attention",
+}
 TIMING = ("per_s", "runtime", "_per_second")
 
 
@@ -36,10 +44,10 @@ def load_worker():
     return module
 
 
-def launch(out, *flags):
+def launch(out, *flags, overrides=OVERRIDES):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
-        [sys.executable, *launcher, str(WORKER), str(out), json.dumps(OVERRIDES), *flags],
+        [sys.executable, *launcher, str(WORKER), str(out), json.dumps(overrides), *flags],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -94,6 +102,13 @@ def test_fsdp2_shards_the_model_and_takes_the_same_steps(alone, tmp_path):
     assert_same_run(alone, out)
     # checkpoints are shards, the result is a model as any other
     assert (out / "checkpoint-6" / "pytorch_model_fsdp_0" / ".metadata").is_file()
+
+
+def test_fsdp2_takes_the_same_steps_with_depth_and_residuals(tmp_path):
+    load_worker().run(tmp_path / "alone", ALL_THREE)
+    result = launch(tmp_path / "run", "--fsdp", overrides=ALL_THREE)
+    assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "alone", tmp_path / "run")
 
 
 def test_a_batch_must_divide_among_the_processes(tmp_path, monkeypatch):

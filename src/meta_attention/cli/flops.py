@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meta_attention.cli.checkpoint import JsonOption
+from meta_attention.cli.train import Residual
 from meta_attention.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ examples:
   meta-attention flops --mix full=0.1,local=0.9 --window 1024 --num-sinks 4
   meta-attention flops --mix full=0.25,local=0.25,linear=0.5 --hidden-size 2048 --heads 16
   meta-attention flops --depth-capacity 0.25
+  meta-attention flops --mix full=0.2,ssm=0.4,local=0.4 --depth-capacity 0.5 --residual attention
   meta-attention flops --mix local=1 --json | jq .rows[0].model
 """
 
@@ -56,6 +58,13 @@ def flops(
             "of these"
         ),
     ] = None,
+    residual: Annotated[
+        Residual,
+        typer.Option(help="what sublayers read: the sum of outputs, or attention over them"),
+    ] = Residual.sum,
+    residual_blocks: Annotated[
+        int, typer.Option(min=1, help="sums that --residual block_attention reads")
+    ] = 8,
     as_json: JsonOption = False,
 ) -> None:
     """Count the operations of a forward: attention alone, with its projections, the whole model.
@@ -80,6 +89,8 @@ def flops(
         experts=tuple(shares),
         shared_projections=shared_projections,
         depth_capacity=depth_capacity,
+        residual=residual.value,
+        residual_blocks=residual_blocks,
     )
     rows = cost_table(config, shares)
     if as_json:
@@ -94,6 +105,8 @@ def flops(
             "vocab_size": vocab_size,
             "shared_projections": shared_projections,
             "depth_capacity": depth_capacity,
+            "residual": residual.value,
+            "residual_blocks": residual_blocks,
         }
         print(json.dumps(given | {"rows": [row.to_dict() for row in rows]}, indent=2))
     else:

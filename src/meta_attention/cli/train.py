@@ -27,6 +27,7 @@ examples:
   meta-attention train --kl-weight "0->0.1@settled+0.2" --settle-drop 0.05 --out runs/settled
   meta-attention train --heads 8 --kv-heads 2 --route-granularity kv_head --out runs/by-head
   meta-attention train --layers 4 --depth-capacity 0.5 --out runs/depth
+  meta-attention train --experts full,ssm,local --depth-capacity 0.5 --residual attention
   meta-attention train --out runs/demo --resume
   meta-attention train --experts full --out runs/full
   meta-attention train --layers 6 --layer-experts "local*5,full+local" --out runs/hybrid

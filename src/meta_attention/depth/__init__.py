@@ -3,6 +3,7 @@
 from meta_attention.depth.attention_residuals import (
     AttentionResiduals,
     HalvedBlock,
+    HalvedMixtureOfDepthsBlock,
     ResidualStream,
     count_reads,
 )
@@ -12,12 +13,15 @@ from meta_attention.depth.mixture_of_depths import (
     MixtureOfDepthsBlock,
     TokenScore,
 )
+from meta_attention.depth.packing import Entered
 
 __all__ = [
     "AttentionResiduals",
     "DepthOutput",
     "DepthRouter",
+    "Entered",
     "HalvedBlock",
+    "HalvedMixtureOfDepthsBlock",
     "MixtureOfDepthsBlock",
     "ResidualStream",
     "TokenScore",

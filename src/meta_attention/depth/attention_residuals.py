@@ -16,6 +16,11 @@ RMS norm, which takes any factor out again, but for its eps: that is not small n
 many small sources.
 
 Sources are of a token: nothing of them outlives a forward, and a cache does not know of them.
+
+A token that passes a block by (Mixture of Depths) adds nothing to the sum of a group. An output of
+its own, as in the full variant, is then a source of zeros, and so is a group that it passed by
+altogether. Its logit is 0, and it has no direction: the weights of the other sources become
+smaller by one factor, which the norms take out, but for their eps.
 """
 
 from dataclasses import replace
@@ -25,6 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from meta_attention.config import Impl, MetaAttentionConfig
+from meta_attention.depth.mixture_of_depths import DepthOutput, MixtureOfDepthsBlock
+from meta_attention.depth.packing import Entered
 from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
 from meta_attention.layers.attention import Rotation
 from meta_attention.layers.cache import DecodeStep
@@ -58,6 +65,41 @@ class HalvedBlock(MetaTransformerBlock):
         return self.attend(
             x, attention_mask, position_ids, document_ids, past_key_values, rotation, step
         )
+
+
+class HalvedMixtureOfDepthsBlock(MixtureOfDepthsBlock):
+    """A block that tokens may pass by, its halves called one at a time: Mixture of Depths as well.
+
+    Who enters is chosen by what the attention half reads, and holds for both halves. What these put
+    out is gated, and zero for tokens that pass by.
+    """
+
+    def forward(  # type: ignore[override]  # one half has no routing to tell of
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        past_key_values: MetaAttentionCache | None = None,
+        rotation: Rotation | None = None,
+        step: DecodeStep | None = None,
+        half: Half = "attention",
+        entered: Entered | None = None,
+    ) -> DepthOutput | Tensor:
+        """The output of one half ``[B, T, D]``, that of attention with its routing.
+
+        Args:
+            entered: For the feed-forward half, what came with the output of the other.
+        """
+        if half == "feed_forward":
+            assert entered is not None
+            rows = entered.take(x)
+            return entered.spread(None if rows is None else self.feed_forward(rows), x)
+        entered = self.choose(x, attention_mask, document_ids, past_key_values, step)
+        arguments = (attention_mask, position_ids, document_ids, past_key_values, rotation, step)
+        attended = self.attend_entered(entered.take(x), entered, *arguments)
+        output = entered.spread(None if attended is None else attended.output, x)
+        return self.describe(output, attended, entered)
 
 
 class AttentionResiduals(KeepFloat32):
@@ -132,7 +174,7 @@ class ResidualStream:
         """Both halves of a block, the first of which reads ``x``; then read for the next one.
 
         Args:
-            block: A :class:`HalvedBlock`.
+            block: A :class:`HalvedBlock` or a :class:`HalvedMixtureOfDepthsBlock`.
             x: What :meth:`read` gave for it.
             arguments: The others of its ``forward``.
 
@@ -141,7 +183,9 @@ class ResidualStream:
         """
         attended = block(x, *arguments)
         self.write(attended.output)
-        self.write(block(self.read(), half="feed_forward"))
+        # handed over, not kept by the block, which may be called again before its backward
+        choice = {"entered": attended.entered} if isinstance(attended, DepthOutput) else {}
+        self.write(block(self.read(), half="feed_forward", **choice))
         return replace(attended, output=self.read())
 
 

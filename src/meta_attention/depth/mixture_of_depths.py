@@ -25,6 +25,7 @@ from transformers import initialization as init
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller import PointPosterior, Posterior, RoutingPosterior
+from meta_attention.depth.packing import Entered, Entry, Packing
 from meta_attention.errors import ConfigError
 from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
 from meta_attention.layers.attention import Rotation
@@ -40,17 +41,8 @@ from meta_attention.routing import Routes
 class DepthOutput(LayerOutput):
     """Output of a block that tokens may pass by. Of those that do, all weights are zero."""
 
+    entered: Entered
     depth_loss: Tensor | None  # [], what teaches the router; None in evaluation
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Who enters a block."""
-
-    enters: Tensor  # [B, T] boolean, False for padding
-    gate: Tensor  # [B, T] float32, what of the block's update a token takes
-    loss: Tensor | None  # []
-    num_entered: int | None  # of every row, where that is known without looking; None: look
 
 
 class TokenScore(nn.Linear):
@@ -162,57 +154,6 @@ class DepthRouter(KeepFloat32):
         return f"capacity={self.capacity}, routing={self.routing}"
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """The tokens that enter, of each row in their order and from its first place on."""
-
-    index: Tensor | None  # [B, N] where they stand; None: every place is its own
-    is_entered: Tensor | None  # [B, N] False for places that are left over; None: none is
-
-    @staticmethod
-    def of(entry: Entry, least_places: int = 0) -> "Packing | None":
-        """None if nobody enters. Waits for the device where the shapes do not say how many."""
-        enters, N = entry.enters, entry.num_entered
-        T = enters.shape[1]
-        counts = enters.sum(dim=1)
-        is_even = N is not None
-        if N is None:
-            least, most = torch.stack(counts.aminmax()).tolist()
-            N = max(most, least_places)
-            is_even = least == N
-        if N == 0:
-            return None
-        is_entered = None
-        if not is_even:
-            is_entered = torch.arange(N, device=enters.device) < counts.unsqueeze(1)
-        elif N == T:
-            return Packing(None, None)
-        # a stable order by who enters keeps that of the text; places left over get the others
-        index = (~enters).to(torch.uint8).argsort(dim=1, stable=True)[:, :N]
-        return Packing(index, is_entered)
-
-    def take(self, x: Tensor) -> Tensor:
-        """Of ``x`` [B, T, ...] the tokens that enter [B, N, ...]."""
-        if self.index is None:
-            return x
-        # positions may be those of one row for all
-        x = x.expand(self.index.shape[0], *x.shape[1:])
-        return x.gather(1, _as_wide(self.index, x))
-
-    def put(self, rows: Tensor, into: Tensor) -> Tensor:
-        """``into`` [B, T, ...] with ``rows`` [B, N, ...] at the places of the tokens that enter."""
-        if self.is_entered is not None:
-            is_entered = _unsqueezed(self.is_entered, rows.dim())
-            rows = torch.where(is_entered, rows, self.take(into))
-        return rows if self.index is None else into.scatter(1, _as_wide(self.index, rows), rows)
-
-    def blank(self, x: Tensor, value: float = 0.0) -> Tensor:
-        """``x`` [B, N, ...] with ``value`` at places that are left over."""
-        if self.is_entered is None:
-            return x
-        return x.masked_fill(~_unsqueezed(self.is_entered, x.dim()), value)
-
-
 class MixtureOfDepthsBlock(MetaTransformerBlock):
     """A block that tokens may pass by, with the router that says which.
 
@@ -236,33 +177,66 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
         step: DecodeStep | None = None,
     ) -> DepthOutput:
         """As a block; of tokens that pass by, routing weights, KL and costs are zero."""
-        B, T, _ = x.shape
-        memory = self._memory_of(past_key_values)
-        is_token = _find_tokens(attention_mask, document_ids, step, T)
-        if position_ids is None:
-            position_ids = self._positions(attention_mask, document_ids, past_key_values, step, x)
-        entry = self.depth_router(x, is_token)
+        entered = self.choose(x, attention_mask, document_ids, past_key_values, step)
+        arguments = (attention_mask, position_ids, document_ids, past_key_values, rotation, step)
+        rows, output = entered.take(x), x
+        attended = self.attend_entered(rows, entered, *arguments)
+        if rows is not None and attended is not None:
+            update = attended.output + self.feed_forward(rows + attended.output)
+            output = entered.put(rows + entered.gated(update).to(rows.dtype), x)
+        return self.describe(output, attended, entered)
 
-        packing: Packing | None
+    def choose(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        past_key_values: MetaAttentionCache | None,
+        step: DecodeStep | None,
+    ) -> Entered:
+        """Who of the tokens ``x`` [B, T, D] enters; the others are those of :meth:`forward`."""
+        memory = self._memory_of(past_key_values)
+        is_token = _find_tokens(attention_mask, document_ids, step, x.shape[1])
+        entry = self.depth_router(x, is_token)
         if step is None:
             # in training a place at least, so that all parameters have a gradient: processes that
             # train together wait for each other's
-            packing = Packing.of(entry, least_places=1 if self.training else 0)
-        elif memory is not None and memory.waits_for_host and not entry.enters.any():
-            packing = None
-        else:
-            packing = Packing(None, entry.enters)
-        if packing is None:
+            return Entered(entry, Packing.of(entry, least_places=1 if self.training else 0))
+        if memory is not None and memory.waits_for_host and not entry.enters.any():
+            return Entered(entry, None)
+        return Entered(entry, Packing(None, entry.enters))
+
+    def attend_entered(
+        self,
+        rows: Tensor | None,
+        entered: Entered,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        document_ids: Tensor | None,
+        past_key_values: MetaAttentionCache | None,
+        rotation: Rotation | None,
+        step: DecodeStep | None,
+    ) -> LayerOutput | None:
+        """The attention half of ``rows`` [B, N, D] that entered, without its residual.
+
+        Counts all tokens in the cache, those included that passed by. None: nobody entered.
+        """
+        enters, packing = entered.entry.enters, entered.packing
+        B, T = enters.shape
+        memory = self._memory_of(past_key_values)
+        if rows is None or packing is None:
             if memory is not None:
                 memory.count(None, T)
-            return self._output(x, None, None, entry)
-
-        rows = packing.blank(packing.take(x))  # [B, N, D]
+            return None
+        if position_ids is None:
+            position_ids = self._positions(
+                attention_mask, document_ids, past_key_values, step, enters
+            )
         mask, cache = packing.is_entered, None
         if step is not None:
-            step = DecodeStep(step.position, step.length, step.start, entry.enters.squeeze(1))
+            step = DecodeStep(step.position, step.length, step.start, enters.squeeze(1))
         if memory is not None:
-            everyone = torch.ones(B, rows.shape[1], dtype=torch.bool, device=x.device)
+            everyone = torch.ones(B, rows.shape[1], dtype=torch.bool, device=rows.device)
             view = EnteredMemory(memory, everyone if mask is None else mask)
             mask = view.mask if step is None and view.past > 0 else mask
             # all that attention asks of a cache is the memory of its own layer
@@ -277,49 +251,18 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
             None if rotation is None else (packing.take(rotation[0]), packing.take(rotation[1])),
             step,
         )
-        update = attended.output + self.feed_forward(rows + attended.output)
         if memory is not None:
-            memory.count(entry.enters.sum(dim=1), T)
-        gate = packing.take(entry.gate).unsqueeze(-1)
-        output = packing.put(rows + (gate * update).to(rows.dtype), x)
-        return self._output(output, attended, packing, entry)
+            memory.count(enters.sum(dim=1), T)
+        return attended
 
-    def _memory_of(self, cache: MetaAttentionCache | None) -> EnteredRows | None:
-        if cache is None:
-            return None
-        memory = cache.layers[self.attention.layer_idx]
-        if not isinstance(memory, EnteredRows):
-            raise ConfigError(
-                f"past_key_values must keep the tokens that enter layer {self.attention.layer_idx}"
-                f", got a {type(memory).__name__}: it is of another model"
-            )
-        return memory
-
-    def _positions(
-        self,
-        attention_mask: Tensor | None,
-        document_ids: Tensor | None,
-        cache: MetaAttentionCache | None,
-        step: DecodeStep | None,
-        x: Tensor,
-    ) -> Tensor:
-        """Absolute positions, as the attention layer would count them were no token missing."""
-        if step is not None:
-            return step.position_ids
-        past = 0 if cache is None else cache.layers[self.attention.layer_idx].get_seq_length()
-        marks = attention_mask if document_ids is None else document_ids
-        if marks is not None and document_ids is None:
-            marks = marks.bool()
-        B, T, _ = x.shape
-        return positions_of(marks, B, T, past, x.device)
-
-    def _output(
-        self, output: Tensor, attended: LayerOutput | None, packing: Packing | None, entry: Entry
+    def describe(
+        self, output: Tensor, attended: LayerOutput | None, entered: Entered
     ) -> DepthOutput:
         """With the routes of all tokens: of those that pass by, no expert and no evidence."""
         controller = self.attention.controller
         prior, costs = controller.prior_concentration, controller.costs
-        shape = (*entry.enters.shape, *controller.groups)
+        enters, packing = entered.entry.enters, entered.packing
+        shape = (*enters.shape, *controller.groups)
 
         def spread(of: Callable[[LayerOutput], Tensor], rest: Tensor) -> Tensor:
             everywhere = rest.expand(*shape, *rest.shape)
@@ -343,10 +286,46 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
             spread(lambda out: out.routes.weights, torch.zeros_like(costs)),
             spread(lambda out: out.routes.hard, nobody),
         )
-        gradient = self.attention.config.route_gradient
         return DepthOutput(
-            output, posterior, routes, prior, costs, ~entry.enters, gradient == "chosen", entry.loss
+            output,
+            posterior,
+            routes,
+            prior,
+            costs,
+            is_padding=~enters,
+            teaches_belief=self.attention.config.route_gradient == "chosen",
+            entered=entered,
+            depth_loss=entered.entry.loss,
         )
+
+    def _memory_of(self, cache: MetaAttentionCache | None) -> EnteredRows | None:
+        if cache is None:
+            return None
+        memory = cache.layers[self.attention.layer_idx]
+        if not isinstance(memory, EnteredRows):
+            raise ConfigError(
+                f"past_key_values must keep the tokens that enter layer {self.attention.layer_idx}"
+                f", got a {type(memory).__name__}: it is of another model"
+            )
+        return memory
+
+    def _positions(
+        self,
+        attention_mask: Tensor | None,
+        document_ids: Tensor | None,
+        cache: MetaAttentionCache | None,
+        step: DecodeStep | None,
+        enters: Tensor,
+    ) -> Tensor:
+        """Absolute positions, as the attention layer would count them were no token missing."""
+        if step is not None:
+            return step.position_ids
+        past = 0 if cache is None else cache.layers[self.attention.layer_idx].get_seq_length()
+        marks = attention_mask if document_ids is None else document_ids
+        if marks is not None and document_ids is None:
+            marks = marks.bool()
+        B, T = enters.shape
+        return positions_of(marks, B, T, past, enters.device)
 
 
 def _find_tokens(
@@ -357,12 +336,3 @@ def _find_tokens(
         return None if step.is_token is None else step.is_token.unsqueeze(1)
     marks = [m[:, -T:] != 0 for m in (attention_mask, document_ids) if m is not None]
     return torch.stack(marks).all(dim=0) if marks else None
-
-
-def _unsqueezed(x: Tensor, dim: int) -> Tensor:
-    return x.view(*x.shape, *[1] * (dim - x.dim()))
-
-
-def _as_wide(index: Tensor, like: Tensor) -> Tensor:
-    """``index`` [B, N] for whole entries of ``like`` [B, ..., ...]."""
-    return _unsqueezed(index, like.dim()).expand(*index.shape, *like.shape[2:])

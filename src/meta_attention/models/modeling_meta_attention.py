@@ -18,6 +18,7 @@ from meta_attention.depth import (
     AttentionResiduals,
     DepthOutput,
     HalvedBlock,
+    HalvedMixtureOfDepthsBlock,
     MixtureOfDepthsBlock,
     TokenScore,
 )
@@ -443,9 +444,10 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
 
 
 def _block_type(config: MetaAttentionConfig, layer_idx: int) -> type[MetaTransformerBlock]:
+    may_skip = config.may_skip(layer_idx)
     if config.residual != "sum":
-        return HalvedBlock
-    return MixtureOfDepthsBlock if config.may_skip(layer_idx) else MetaTransformerBlock
+        return HalvedMixtureOfDepthsBlock if may_skip else HalvedBlock
+    return MixtureOfDepthsBlock if may_skip else MetaTransformerBlock
 
 
 def _mean_of(values: list[Tensor], mask: Tensor | None, like: Tensor) -> Tensor:
