@@ -284,6 +284,11 @@ EXPERIMENTS: dict[str, Experiment] = {
                     {**RECOMMENDED, "depth_capacity": 1.0},
                 ),
                 Variant("with-residuals", "Attention Residuals", {**RECOMMENDED, **_RESIDUALS}),
+                Variant(
+                    "with-all-three",
+                    "ssm, half of the tokens enter, Attention Residuals",
+                    {**RECOMMENDED, **_SSM, **_DEPTH, **_RESIDUALS},
+                ),
                 VARIANTS["full"],
                 Variant(
                     "gated-full",
