@@ -15,6 +15,7 @@ from meta_attention.training.tokenizer import build_tokenizer
 SHORT = (
     *("--length", 32, "--window-size", 4, "--num-sinks", 1, "--target-cost", 0.6),
     *("--steps", 6, "--batch-size", 2, "--eval-every", 3, "--save-every", 3, "--max-bytes", 4000),
+    *("--recall-share", 0),
 )
 
 
@@ -110,9 +111,17 @@ def test_the_base_may_be_what_the_card_says(run, adapter, base, monkeypatch):
         (["{base}", "--data", "{text}", "--length", "65"], ConfigError, "at most the 64 positions"),
         (["{base}", "--data", "{text}", "--layers", "x"], ConfigError, "--layers must be indices"),
         (
-            ["{base}", "--data", "{text}", "--length", "32", "--target-cost", "0.01"],
+            [
+                *("{base}", "--data", "{text}", "--length", "32", "--window-size", "4"),
+                *("--target-cost", "0.01", "--recall-share", "0"),
+            ],
             ConfigError,
             "target_cost must be between",
+        ),
+        (
+            ["{base}", "--data", "{text}", "--length", "32"],
+            DataError,
+            "raise the length, or set recall_share to 0",
         ),
         (["{base}", "--data", "{text}", "--kl-weight", "up"], ConfigError, "a schedule must be"),
         (["{base}", "--out", "{base}", "--data", "{text}"], ConfigError, "already holds a run"),

@@ -1,6 +1,7 @@
 """Routers learn and nothing else does; a run that was stopped goes on as if it had not been."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -98,8 +99,14 @@ def test_routes_are_steered_to_the_target(base, tokenizer, settings, tmp_path):
         assert record["metrics"]["routed_cost"] == pytest.approx(target, rel=0.15)
 
 
-def test_a_resumed_run_is_an_unbroken_one(base, tokenizer, settings, tmp_path, monkeypatch):
+@pytest.mark.parametrize("recall_share", [0.0, 0.5])
+def test_a_resumed_run_is_an_unbroken_one(
+    recall_share, base, tokenizer, settings, tmp_path, monkeypatch
+):
     options = {"steps": 24, "save_every": 6, "eval_every": 12, "lr": 0.03, "argmax_from": 0.5}
+    if recall_share:
+        options |= {"recall_share": recall_share, "length": 192}
+        base = partial(base, max_position_embeddings=192)
     whole = train_router(base(), tokenizer, settings(**options), tmp_path / "whole")
     with monkeypatch.context() as stopped:
         stop_after(15, stopped)
@@ -241,6 +248,8 @@ def test_what_cannot_be_trained_is_one_sentence(
         ({"loss": "mood"}, "loss must be distill, lm or both"),
         ({"argmax_from": 1.5}, "argmax_from must be a share"),
         ({"hold": -1.0}, "hold must be >= 0"),
+        ({"recall_share": 1.5}, "recall_share must be a share of the blocks, from 0 to 1, got 1.5"),
+        ({"recall_share": -0.1}, "recall_share must be a share"),
         ({"lora_rank": -1}, "lora_rank must be >= 0"),
         ({"eval_every": 0}, "eval_every must be >= 1"),
         ({"target_cost": 1.5}, "target_cost must be a share between 0 and 1"),

@@ -31,6 +31,7 @@ from meta_attention.adapt.adaptation import Record
 from meta_attention.adapt.lora import lora_parameters, without_lora
 from meta_attention.adapt.router import collect_routing, routed_as, routers_of
 from meta_attention.adapt.training.divergence import Predictor, compare_predictions
+from meta_attention.adapt.training.recall import RecallBlocks
 from meta_attention.adapt.training.settings import RouterSettings
 from meta_attention.controller import RoutingPosterior
 from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
@@ -38,6 +39,9 @@ from meta_attention.evaluation.routing import RoutingSummary
 from meta_attention.training.logs import flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.trainer import Batch, MetaAttentionTrainer
+
+# of these an evaluation reports the divergence as well
+RECALL_BLOCKS = 8
 
 Routing = str | Mapping[int, str]
 
@@ -73,6 +77,8 @@ class RouterTrainer(MetaAttentionTrainer):
         args: Trainer's own arguments.
         settings: Of the run.
         routes: Routes of all tokens by layer, in place of the routers': what learns is LoRA.
+        recall: Held-out blocks of which evaluation also reports the divergence, where something far
+            back must be found again.
         kwargs: As for Trainer.
     """
 
@@ -83,9 +89,10 @@ class RouterTrainer(MetaAttentionTrainer):
         settings: RouterSettings,
         *,
         routes: Routing | None = None,
+        recall: RecallBlocks | None = None,
         **kwargs: Any,
     ) -> None:
-        self.settings = settings
+        self.settings, self.recall = settings, recall
         self.routers = routers_of(model)
         self.adaptation = self.routers[0].adaptation
         self._draws = self.adaptation.config.training_weights
@@ -275,7 +282,19 @@ class RouterTrainer(MetaAttentionTrainer):
         }
         if isinstance(self.eval_dataset, PackedDataset):
             metrics["bits_per_byte"] = self.eval_dataset.bits_per_byte(loss)
+        if self.recall is not None:
+            metrics["recall_divergence"] = self._recall_divergence(self.recall)
         return metrics | self.flatten(routing)
+
+    @torch.no_grad()
+    def _recall_divergence(self, recall: RecallBlocks) -> float:
+        """Mean over the tokens of the first blocks."""
+        total, chosen = 0.0, range(min(len(recall), RECALL_BLOCKS))
+        for index in chosen:
+            ids = recall[index]["input_ids"].unsqueeze(0).to(self.args.device)
+            _, compared = self._compare(self.model, {"input_ids": ids, "labels": ids})
+            total += compared[..., 0].mean().item()
+        return total / len(chosen)
 
     # --- checkpoints ---
 
