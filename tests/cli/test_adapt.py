@@ -70,6 +70,16 @@ def test_the_terminal_shows_a_table(run, base, text, tmp_path):
     assert "note: that is above the target 0.6" in result.stdout
 
 
+def test_a_middle_window_is_named_by_its_size(run, base, text, tmp_path):
+    flags = ("--experts", "full,local:12,local", "--granularity", "kv_head", "--json")
+    result = run("adapt", base, "--data", text, "--out", tmp_path / "a", *SHORT, *flags)
+    assert result.exit_code == 0, result.exception
+    shares = json.loads(result.stdout)["metrics"]["layers"]["0"]["share"]
+    assert list(shares) == ["full", "local:12", "local"]
+    shown = run("generate", "--adapter", tmp_path / "a", "--base", base, "--prompt", "5 squared")
+    assert shown.exit_code == 0, shown.exception
+
+
 def test_a_run_goes_on_where_it_is(run, adapter):
     folder, _ = adapter
     result = run("adapt", "--out", folder, "--resume", "--json")

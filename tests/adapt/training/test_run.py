@@ -144,6 +144,22 @@ def test_the_last_step_is_evaluated_and_kept(base, tokenizer, settings, tmp_path
     assert record["metrics"]["divergence"] == pytest.approx(best["eval_divergence"], rel=1e-6)
 
 
+def test_an_adapter_has_a_middle_window(base, tokenizer, settings, tmp_path):
+    experts = ("full", "local:16", "local")
+    model = adapt(base(), settings(experts=experts).adapt_config(48))
+    randomise_controllers(model)
+    record = train_router(model, tokenizer, settings(experts=experts), tmp_path / "a")
+    for layer in record["metrics"]["layers"].values():
+        assert list(layer["share"]) == list(experts)
+        assert min(layer["share"].values()) > 0.0
+    ids = draw_tokens(2, 40)
+    other = load_adapter(base(), tmp_path / "a")
+    assert torch.equal(other(ids).logits, model(ids).logits)
+    page = (tmp_path / "a" / "README.md").read_text()
+    windows = (f"local (window {window}, 2 first tokens)" for window in (16, 6))
+    assert f"among full and {' and '.join(windows)}, in 2" in page
+
+
 def test_a_wide_base_has_a_low_learning_rate(base, tokenizer, settings, tmp_path):
     assert settings().lr_for(4096) < settings().lr_for(1024) < settings().lr_for(32)
     assert settings(lr=0.5).lr_for(4096) == 0.5
@@ -174,6 +190,7 @@ def test_activations_may_be_computed_again(base, tokenizer, settings, tmp_path):
         {"route_granularity": "kv_head", "route_gradient": "chosen"},
         {"controller": "prior_free"},
         {"experts": ("full", "local", "linear")},
+        {"experts": ("full", "local:16", "local"), "route_granularity": "kv_head"},
         {"layers": (1,)},
         {"precision": "bf16"},
         {"loss": "lm"},

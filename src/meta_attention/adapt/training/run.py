@@ -22,6 +22,7 @@ from transformers import (
     set_seed,
 )
 
+from meta_attention.adapt.adaptation import Routing
 from meta_attention.adapt.adapters import CARD_FILE, sample_weights, save_adapter
 from meta_attention.adapt.families import family_of
 from meta_attention.adapt.lora import add_lora, has_lora, learns
@@ -30,7 +31,7 @@ from meta_attention.adapt.router import Router, routers_of
 from meta_attention.adapt.training.card import write_readme
 from meta_attention.adapt.training.recall import RecallBlocks, narrowest_window
 from meta_attention.adapt.training.settings import DEFAULT_LENGTH, RouterSettings
-from meta_attention.adapt.training.trainer import RouterTrainer, Routing
+from meta_attention.adapt.training.trainer import RouterTrainer
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.training.checkpoints import clear_write_errors, list_checkpoints
 from meta_attention.training.corpus import Corpus, read_corpus

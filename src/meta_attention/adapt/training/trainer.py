@@ -8,7 +8,6 @@ Shapes: B batch, T sequence, F figures of a row.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from meta_attention.adapt.adaptation import Record
+from meta_attention.adapt.adaptation import Record, Routing
 from meta_attention.adapt.lora import lora_parameters, without_lora
-from meta_attention.adapt.router import collect_routing, routed_as, routers_of
+from meta_attention.adapt.router import check_routing, collect_routing, routed_as, routers_of
 from meta_attention.adapt.training.divergence import Predictor, compare_predictions
 from meta_attention.adapt.training.recall import RecallBlocks
 from meta_attention.adapt.training.settings import RouterSettings
@@ -42,8 +41,6 @@ from meta_attention.training.trainer import Batch, MetaAttentionTrainer
 
 # of these an evaluation reports the divergence as well
 RECALL_BLOCKS = 8
-
-Routing = str | Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ class RouterTrainer(MetaAttentionTrainer):
         self._draws = self.adaptation.config.training_weights
         if routes is not None:
             # for good: what is computed again in a backward pass must be routed the same
-            self.adaptation.routing = routes
+            self.adaptation.routing = check_routing(model, routes)
         model.to(args.device)  # type: ignore[arg-type]
         # Trainer refuses models that were quantised, as GGUF is; what learns here never was
         marked: Any = model
