@@ -99,6 +99,28 @@ def test_routes_are_steered_to_the_target(base, tokenizer, settings, tmp_path):
         assert record["metrics"]["routed_cost"] == pytest.approx(target, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("target", "seed", "granularity"), [(0.3, 0, "token"), (0.3, 1, "kv_head"), (0.5, 1, "token")]
+)
+def test_a_short_run_does_not_overshoot_its_target(
+    target, seed, granularity, base, tokenizer, settings, tmp_path
+):
+    """Steered at once, the first of these ended at 0.72 of its target: all tokens on the window."""
+    given = settings(
+        target_cost=target,
+        seed=seed,
+        route_granularity=granularity,
+        length=64,
+        window_size=4,
+        steps=200,
+        log_every=20,
+        eval_every=200,
+    )
+    train_router(base(seed=seed), tokenizer, given, tmp_path / "a")
+    *_, last = (row for row in read_metrics(tmp_path / "a") if row["kind"] == "eval")
+    assert last["eval_routed_cost"] == pytest.approx(target, rel=0.15)
+
+
 @pytest.mark.parametrize("recall_share", [0.0, 0.5])
 def test_a_resumed_run_is_an_unbroken_one(
     recall_share, base, tokenizer, settings, tmp_path, monkeypatch

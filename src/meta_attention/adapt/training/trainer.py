@@ -35,6 +35,7 @@ from meta_attention.adapt.training.settings import RouterSettings
 from meta_attention.controller import RoutingPosterior
 from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
 from meta_attention.evaluation.routing import RoutingSummary
+from meta_attention.training.economy import PATH
 from meta_attention.training.logs import flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.trainer import Batch, MetaAttentionTrainer
@@ -107,6 +108,7 @@ class RouterTrainer(MetaAttentionTrainer):
             kl_weight=settings.kl_weight,
             cost_weight=settings.cost_weight,
             target_cost=None if routes is not None else settings.target_cost,
+            cost_path=PATH,
             optimizers=(_optimizer(model, settings), None),
             **kwargs,
         )
