@@ -231,6 +231,7 @@ def test_state_survives_json_and_goes_on_as_it_would_have(path):
         ({"pressure": Schedule(0.1, 0.0), "target": 0.2}, "must have a weight to steer"),
         ({"pressure": NOW, "settle_drop": 0.0}, "settle_drop must be a share between 0 and 1"),
         ({"pressure": NOW, "settle_drop": 1.5}, "between 0 and 1, got 1.5"),
+        ({"pressure": NOW, "path": 1.5}, "path must be a share of the steps left, got 1.5"),
         ({"pressure": NOW, "settle_steps": 5}, "settle_steps must be >= 10, got 5"),
     ],
 )

@@ -88,6 +88,8 @@ class Economy:
 
     def __post_init__(self) -> None:
         check_settling(self.settle_drop, self.settle_steps)
+        if self.path is not None and not 0.0 < self.path <= 1.0:
+            raise ConfigError(f"path must be a share of the steps left, got {self.path}")
         if self.target is not None and self.pressure.end <= 0.0:
             raise ConfigError(
                 "target_cost must have a weight to steer, but the schedule of it ends at 0: raise "
