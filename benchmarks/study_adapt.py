@@ -1,8 +1,9 @@
 """Can a pretrained model read long texts with a fifth of its attention? The flagship's study.
 
 SmolLM2-135M-Instruct, its weights kept, routed per token or per key-value head, against what needs
-no router: windows, static choices of layers, random routes, and thresholds on soft weights. Every
-variant is a folder with ``config.json`` and ``result.json``; what is there is not done again.
+no router: windows, static choices of layers and heads, random routes, and thresholds on soft
+weights. Every variant is a folder with ``config.json`` and ``result.json``; what is there is not
+done again.
 
     # where the base and the corpora are: a folder to carry to a GPU
     python benchmarks/study_adapt.py prepare --base smollm2-135m-instruct --train books/train* \\
@@ -57,7 +58,7 @@ from meta_attention.errors import BackendUnavailableError, ConfigError
 from meta_attention.training.run import RUN_FILE
 
 # of a training, beside the settings of a router
-OWN_SETTINGS = ("routing", "static_cost")
+OWN_SETTINGS = ("routing", "static_cost", "is_wide")
 
 
 def train_one(
@@ -85,6 +86,7 @@ def train_one(
         **changes,
     }
     own = {key: given.pop(key, None) for key in OWN_SETTINGS}
+    given.setdefault("experts", scale.experts(is_wide=bool(own["is_wide"])))
     is_begun = (folder / RUN_FILE).is_file()
     settings = open_router_run(folder, given, resume=is_begun)
     model = load_plain(cache, base)
@@ -273,7 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.set_defaults(call=run_train)
 
     command = commands.add_parser(
-        "baselines", help="sensitivity of the layers, and all that needs no training"
+        "baselines", help="sensitivity of layers and heads, and all that needs no training"
     )
     _add_options(command)
     _add_chat(command)

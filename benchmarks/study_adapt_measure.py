@@ -5,27 +5,38 @@ Shapes: N sequences, B of a batch, T their length, G key-value heads that have r
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from study_adapt_data import AdaptCache
 from study_adapt_variants import (
     FULL,
     SENSITIVITY,
     Scale,
     Variant,
+    adapt_config,
     find_variants,
     in_force,
+    load_plain,
     load_variant,
+    source_of,
 )
 from study_jobs import say
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from meta_attention.adapt import collect_routing, load_tokenizer, routed_as, routers_of
+from meta_attention.adapt import (
+    AdaptConfig,
+    collect_routing,
+    load_tokenizer,
+    routed_as,
+    routers_of,
+)
+from meta_attention.adapt.adaptation import Way
 from meta_attention.bench.adapted_suite import time_adapted
 from meta_attention.bench.timing import Clock
 from meta_attention.errors import ConfigError
@@ -44,26 +55,38 @@ HALVINGS = 10
 def measure_sensitivity(
     cache: AdaptCache, base: Path | None, out: Path, scale: Scale
 ) -> dict[str, Any]:
-    """Loss increase with one layer local and all others full; once for a folder of runs."""
+    """Loss increase with one layer, or one head, local and all others full; once for a folder."""
     path = out / SENSITIVITY
-    if path.is_file():
-        return json.loads(path.read_text())
-    model = load_variant(cache, base, out, scale, None)
-    # not the text that variants are compared on: layers are chosen by it
-    text = cache.sequences("valid")[: scale.sensitivity_sequences, : scale.length]
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    if "loss_increase_by_head" in found:
+        return found
+    model = load_variant(cache, base, out, scale, adapt_config(scale, route_granularity="kv_head"))
     layers = [router.layer_idx for router in routers_of(model)]
+    heads = range(routers_of(model)[0].adaptation.config.num_key_value_heads)
 
-    def loss(local: int | None) -> float:
-        ways = {index: "local" if index == local else "full" for index in layers}
-        with routed_as(model, ways):
-            return mean_loss(model, text, scale)
+    full: dict[int, Way] = dict.fromkeys(layers, "full")
 
-    full = loss(None)
-    increase = []
-    for layer in layers:
-        increase.append(loss(layer) - full)
-        say(f"layer {layer} of {len(layers)} local: {increase[-1]:+.4f} nats")
-    found = {"loss": full, "loss_increase": increase, "sequences": len(text)}
+    def increase(count: int, ways: Sequence[Mapping[int, Way]]) -> dict[str, Any]:
+        # not the text that variants are compared on: layers and heads are chosen by it
+        text = cache.sequences("valid")[:count, : scale.length]
+        losses = []
+        for way in ({}, *ways):
+            with routed_as(model, {**full, **way}):
+                losses.append(mean_loss(model, text, scale))
+        return {"loss": losses[0], "increase": [x - losses[0] for x in losses[1:]]}
+
+    if "loss_increase" not in found:
+        by_layer = increase(scale.sensitivity_sequences, [{layer: "local"} for layer in layers])
+        found = {"loss": by_layer["loss"], "loss_increase": by_layer["increase"]}
+        found["sequences"] = scale.sensitivity_sequences
+        for layer, nats in zip(layers, by_layer["increase"], strict=True):
+            say(f"layer {layer} of {len(layers)} local: {nats:+.4f} nats")
+    one_local = [tuple("local" if h == head else "full" for h in heads) for head in heads]
+    ways = [{layer: way} for layer in layers for way in one_local]
+    flat = increase(scale.head_sequences, ways)["increase"]
+    rows = [flat[i : i + len(heads)] for i in range(0, len(flat), len(heads))]
+    say(f"{len(flat)} heads local, one at a time: {min(flat):+.4f} to {max(flat):+.4f} nats")
+    found |= {"loss_increase_by_head": rows, "head_sequences": scale.head_sequences}
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
     return found
@@ -164,7 +187,7 @@ def measure_variant(
 
 
 def routing_of(model: PreTrainedModel, text: Tensor, scale: Scale) -> dict[str, Any]:
-    """Share of full attention by layer, of each head that has routes; layers routed only."""
+    """Shares of the experts by layer, or by head where heads have routes; routed layers only."""
     totals: dict[int, Tensor] = {}
     rows = 0
     with evaluating(model):
@@ -173,7 +196,8 @@ def routing_of(model: PreTrainedModel, text: Tensor, scale: Scale) -> dict[str, 
                 model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
             rows += len(ids)
             for index, out in record.layers.items():
-                share = (out.routes.expert == FULL).float().mean(dim=1).sum(dim=0).cpu()
+                chosen = F.one_hot(out.routes.expert, out.routes.weights.shape[-1])
+                share = chosen.float().mean(dim=1).sum(dim=0).cpu()  # [E] or [G, E]
                 totals[index] = totals.get(index, torch.zeros_like(share)) + share
     return {str(index): (total / rows).tolist() for index, total in totals.items()}
 
@@ -213,7 +237,7 @@ def measure_missing(
     # those of an adapter together, so that it is loaded once; random ones after its own
     missing.sort(key=lambda v: (v.adapter or "", v.random))
     model: PreTrainedModel | None = None
-    loaded: str | None = None
+    loaded: str | AdaptConfig | None = None
     for number, variant in enumerate(missing):
         if time.time() >= stop_at:
             say(f"time is over: {len(missing) - number} left; run the same command again")
@@ -223,9 +247,10 @@ def measure_missing(
         folder.mkdir(parents=True, exist_ok=True)
         config = {"variant": variant.to_dict(), "is_chat": is_chat} | _settings(cache, scale)
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        if model is None or loaded != variant.adapter:
+        source = source_of(variant, scale)
+        if model is None or loaded != source:
             model = None  # before the next one comes
-            model, loaded = load_variant(cache, base, out, scale, variant.adapter), variant.adapter
+            model, loaded = load_variant(cache, base, out, scale, source), source
         result = measure_variant(
             model, tokenizer, cache, scale, variant, shares=shares, is_chat=is_chat
         )
@@ -262,7 +287,7 @@ def _check_same(out: Path, settings: dict[str, Any]) -> None:
 
 
 def read_shares(out: Path, variant: Variant) -> dict[int, Any]:
-    """Shares of full attention by layer, as measured of the adapter itself."""
+    """Shares of the experts by layer, as measured of the adapter itself."""
     path = out / VARIANTS / str(variant.adapter) / RESULT
     if not path.is_file():
         raise ConfigError(
@@ -284,9 +309,8 @@ def time_variants(
     stop_at: float = float("inf"),
 ) -> int:
     """Prefill and batched decoding of variants against their base; how many are left."""
-    model = load_variant(cache, base, out, scale, None)
-    known = {v.name: v for v in find_variants(out, scale, len(routers_of(model)))}
-    del model
+    num_layers = load_plain(cache, base).config.num_hidden_layers
+    known = {v.name: v for v in find_variants(out, scale, num_layers)}
     text = cache.sequences("test")[:, : scale.length]
     for number, name in enumerate(names):
         path = out / VARIANTS / name / TIMES
@@ -300,7 +324,7 @@ def time_variants(
         variant = known[name]
         if variant.random or variant.cost is not None:
             raise ConfigError(f"{name} only stands in for routes: its time means nothing")
-        model = load_variant(cache, base, out, scale, variant.adapter)
+        model = load_variant(cache, base, out, scale, source_of(variant, scale))
         with in_force(model, variant):
             rows = time_adapted(
                 model, text, scale.lengths, decode_batch=scale.decode_batch, clock=clock

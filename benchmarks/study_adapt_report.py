@@ -22,25 +22,31 @@ MOST_ATTENTION, MOST_LOSS, LEAST_RETRIEVAL = 0.30, 0.02, 0.95
 FAMILIES = {
     "base": "full attention everywhere",
     **{
-        f"ours, {kind}{suffix}": f"a route for every {kind} by a trained router{what}"
+        f"ours, {kind}{suffix}": f"a route for every {every} by a trained router{what}"
         for suffix, what in (
             ("", ""),
             (" + LoRA", ", its base with LoRA"),
             (", moved", ", its threshold moved to another cost"),
         )
-        for kind in ("token", "key-value head")
+        for kind, every in (
+            ("token", "token"),
+            ("key-value head", "key-value head"),
+            ("wide key-value head", "key-value head among three experts"),
+        )
     },
     "prior-free": "a router trained without a prior",
+    "prior-free, wide": "the same for every key-value head among three experts",
     "prior-free + LoRA": "a router trained without a prior, its base with LoRA",
-    "random": "random routes with the shares of a trained router, layer by layer",
+    "random": "random routes with the shares of a trained router, by layer and head",
     "soft cut": "a router trained soft, its weights cut at a threshold",
     "static": "the most sensitive layers full, nothing trained",
+    "static heads": "the most sensitive key-value heads full, nothing trained",
     "static + LoRA": "the most sensitive layers full, with the same LoRA as ours",
     "every": "every third or sixth layer full, nothing trained",
     "window": "a window everywhere, nothing trained",
 }
 # families between a window everywhere and full attention everywhere
-WITH_ENDS = ("random", "soft cut", "static", "every")
+WITH_ENDS = ("random", "soft cut", "static", "static heads", "every")
 OURS = tuple(name for name in FAMILIES if name.startswith("ours"))
 # points of these do not lie on one line
 SCATTERED = ("random", "window")

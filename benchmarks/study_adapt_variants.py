@@ -1,12 +1,13 @@
 """What is compared: ways to route a pretrained model, and how each is put in force.
 
-A variant is plain data, made from the base alone, from the sensitivity of its layers, or from a
-trained adapter.
+A variant is plain data, made from the base alone, from the sensitivity of its layers and heads, or
+from a trained adapter.
 
 Shapes: B batch, T sequence, G key-value heads that have routes of their own, E experts.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -28,13 +29,13 @@ from meta_attention.adapt import (
     routed_as,
     routers_of,
 )
+from meta_attention.adapt.adaptation import Way
 from meta_attention.adapt.adapters import CARD_FILE
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.forcing import ForcedController, ForcedPosterior
 
 ADAPTERS, SENSITIVITY = "adapters", "sensitivity.json"
-FULL, LOCAL = 0, 1  # of the experts of every router here
-EXPERTS = ("full", "local")
+FULL, LOCAL = 0, -1  # of the experts of every router here, the dearest first
 # the target of the adapters whose thresholds are moved to other costs
 MOVED_FROM = 0.2
 
@@ -44,11 +45,15 @@ class Scale:
     """Sizes of the study."""
 
     window_size: int = 256
+    wide_window: int = 1024
+    """Of the expert between full attention and the window, where there is one."""
     num_sinks: int = 4
     lengths: tuple[int, ...] = (2048, 4096, 8192)
     """That are measured at; the last is what adapters are trained at."""
     static_counts: tuple[int, ...] = (1, 3, 6, 9, 12, 15)
     """How many of the most sensitive layers stay full."""
+    static_heads: tuple[int, ...] = (4, 9, 14, 18, 23)
+    """How many of the most sensitive key-value heads stay full."""
     every: tuple[int, ...] = (3, 6)
     """Every third layer stays full, every sixth."""
     costs: tuple[float, ...] = (0.1, 0.15, 0.2, 0.25, 0.3, 0.4)
@@ -60,6 +65,8 @@ class Scale:
     sequences: int = 48
     """That variants are measured on, at most."""
     sensitivity_sequences: int = 8
+    head_sequences: int = 4
+    """Likewise by head: there are more of them than layers."""
     calibration_sequences: int = 4
     """Sequences that thresholds are set on."""
     tokens_at_once: int = 32768
@@ -74,18 +81,24 @@ class Scale:
     def length(self) -> int:
         return max(self.lengths)
 
+    def experts(self, *, is_wide: bool = False) -> tuple[str, ...]:
+        return ("full", f"local:{self.wide_window}", "local") if is_wide else ("full", "local")
+
 
 SCALES = {
     "full": Scale(),
     # the real model on a CPU, in an hour: to see that all is well, not to compare
     "small": Scale(
+        wide_window=512,
         lengths=(512, 1024),
         static_counts=(3, 6),
+        static_heads=(9,),
         every=(3,),
         costs=(0.6,),
         questions=1,
         sequences=2,
         sensitivity_sequences=1,
+        head_sequences=1,
         calibration_sequences=1,
         tokens_at_once=1024,
         decode_batch=2,
@@ -94,14 +107,17 @@ SCALES = {
     # seconds on a CPU: for tests
     "tiny": Scale(
         window_size=8,
+        wide_window=32,
         num_sinks=2,
         lengths=(272, 320),
         static_counts=(1,),
+        static_heads=(1,),
         every=(2,),
         costs=(0.4,),
         questions=1,
         several=2,
         sensitivity_sequences=2,
+        head_sequences=2,
         calibration_sequences=1,
         tokens_at_once=640,
         passage=16,
@@ -110,16 +126,20 @@ SCALES = {
     ),
 }
 
+TARGETS = (0.1, 0.15, 0.2, 0.25, 0.3)
+BY_HEAD = {"route_granularity": "kv_head"}
+WIDE = BY_HEAD | {"is_wide": True}
 # what a training changes of the defaults of meta-attention adapt
 TRAININGS: dict[str, dict[str, Any]] = {
-    **{f"token-{cost:g}": {"target_cost": cost} for cost in (0.1, 0.15, 0.2, 0.25, 0.3)},
-    **{
-        f"kv-head-{cost:g}": {"target_cost": cost, "route_granularity": "kv_head"}
-        for cost in (0.1, 0.15, 0.2, 0.25, 0.3)
-    },
+    **{f"token-{cost:g}": {"target_cost": cost} for cost in TARGETS},
+    **{f"kv-head-{cost:g}": BY_HEAD | {"target_cost": cost} for cost in TARGETS},
+    # three experts: full attention, a wide window and the window
+    **{f"kv-head-wide-{cost:g}": WIDE | {"target_cost": cost} for cost in TARGETS[1:]},
     "prior-free-0.2": {"target_cost": 0.2, "controller": "prior_free"},
+    "prior-free-kv-head-wide-0.2": WIDE | {"target_cost": 0.2, "controller": "prior_free"},
     "token-lora-0.2": {"target_cost": 0.2, "lora_rank": 8},
-    "kv-head-lora-0.2": {"target_cost": 0.2, "route_granularity": "kv_head", "lora_rank": 8},
+    "kv-head-lora-0.2": BY_HEAD | {"target_cost": 0.2, "lora_rank": 8},
+    "kv-head-wide-lora-0.2": WIDE | {"target_cost": 0.2, "lora_rank": 8},
     # weights of both experts, mixed; evaluated with a threshold on them
     "soft": {"target_cost": None, "routing": "soft"},
     # the static choice whose cost is nearest to a fifth, with the same LoRA as ours
@@ -136,12 +156,12 @@ class Variant:
     """What it is compared as; those of ``study_adapt_report.FAMILIES``."""
     adapter: str | None = None
     """Name of the trained adapter it has."""
-    layers: tuple[str, ...] | None = None
-    """Expert of every layer, where routes are static."""
+    layers: tuple[Way, ...] | None = None
+    """Expert of every layer, or of each of its key-value heads, where routes are static."""
     num_sinks: int | None = None
     """Of the local expert, where it differs."""
     random: bool = False
-    """Routes drawn with the shares of full attention that the adapter's layers have."""
+    """Routes drawn with the shares of the experts that the adapter's layers and heads have."""
     cost: float | None = None
     """Share of the base's attention FLOPs that a threshold is set to."""
 
@@ -150,12 +170,17 @@ class Variant:
 
 
 def static_variants(
-    scale: Scale, sensitivity: Sequence[float] | None, num_layers: int
+    scale: Scale,
+    sensitivity: Sequence[float] | None,
+    num_layers: int,
+    by_head: Sequence[Sequence[float]] | None = None,
 ) -> list[Variant]:
-    """Variants that nothing was trained for; those of the best layers need their sensitivity."""
+    """Variants that nothing was trained for; the best layers and heads need their sensitivity."""
+    wide = scale.experts(is_wide=True)[1]
     found = [
         Variant("full", "base", layers=("full",) * num_layers),
         Variant("window", "window", layers=("local",) * num_layers),
+        Variant(f"window-{scale.wide_window}", "window", layers=(wide,) * num_layers),
         Variant("window-no-sinks", "window", layers=("local",) * num_layers, num_sinks=0),
     ]
     found += [
@@ -168,6 +193,13 @@ def static_variants(
             Variant(f"static-{k}", "static", layers=keep_full(num_layers, order[:k]))
             for k in scale.static_counts
             if k < num_layers
+        ]
+    if by_head is not None:
+        num_heads = sum(map(len, by_head))
+        found += [
+            Variant(f"static-heads-{k}", "static heads", layers=keep_heads_full(by_head, k))
+            for k in scale.static_heads
+            if k < num_heads
         ]
     return found
 
@@ -184,10 +216,14 @@ def derived_variants(scale: Scale, name: str) -> list[Variant]:
         # its routes are saved beside it
         return [Variant(name, "static + LoRA", adapter=name)]
     kind = "key-value head" if training.get("route_granularity") == "kv_head" else "token"
-    family = "prior-free" if training.get("controller") == "prior_free" else f"ours, {kind}"
+    kind = f"wide {kind}" if training.get("is_wide") else kind
+    is_prior_free = training.get("controller") == "prior_free"
+    family = f"ours, {kind}"
+    if is_prior_free:
+        family = "prior-free, wide" if training.get("is_wide") else "prior-free"
     lora = " + LoRA" if training.get("lora_rank") else ""
     found = [Variant(name, family + lora, adapter=name)]
-    if family != "prior-free" and not lora:
+    if not is_prior_free and not lora:
         found.append(Variant(f"{name}-random", "random", adapter=name, random=True))
         if training.get("target_cost") == MOVED_FROM:
             found += [
@@ -199,8 +235,8 @@ def derived_variants(scale: Scale, name: str) -> list[Variant]:
 
 def find_variants(out: Path, scale: Scale, num_layers: int) -> list[Variant]:
     """All that can be measured now: of the base, and of the adapters that are finished."""
-    sensitivity = read_sensitivity(out)
-    variants = static_variants(scale, sensitivity, num_layers)
+    sensitivity, by_head = read_sensitivity(out), read_sensitivity(out, by_head=True)
+    variants = static_variants(scale, sensitivity, num_layers, by_head)
     for name in finished_adapters(out):
         own = derived_variants(scale, name)
         routes = read_static_routes(out, name)
@@ -212,10 +248,13 @@ def finished_adapters(out: Path) -> list[str]:
     return sorted(path.parent.name for path in (out / ADAPTERS).glob(f"*/{CARD_FILE}"))
 
 
-def read_sensitivity(out: Path) -> list[float] | None:
-    """Loss increase with one layer local at a time, or None before it was measured."""
-    path = out / SENSITIVITY
-    return json.loads(path.read_text())["loss_increase"] if path.is_file() else None
+def read_sensitivity(out: Path, *, by_head: bool = False) -> Any:
+    """Loss increase with one layer or head local at a time, or None before it was measured.
+
+    By head it is a list for each layer.
+    """
+    path, name = out / SENSITIVITY, "loss_increase_by_head" if by_head else "loss_increase"
+    return json.loads(path.read_text()).get(name) if path.is_file() else None
 
 
 def read_static_routes(out: Path, name: str) -> tuple[str, ...] | None:
@@ -226,6 +265,16 @@ def read_static_routes(out: Path, name: str) -> tuple[str, ...] | None:
 
 def keep_full(num_layers: int, full: Sequence[int]) -> tuple[str, ...]:
     return tuple("full" if index in full else "local" for index in range(num_layers))
+
+
+def keep_heads_full(by_head: Sequence[Sequence[float]], k: int) -> tuple[tuple[str, ...], ...]:
+    """The k most sensitive heads full, whichever layers they are in."""
+    heads = [(layer, head) for layer, row in enumerate(by_head) for head in range(len(row))]
+    kept = sorted(heads, key=lambda at: -by_head[at[0]][at[1]])[:k]
+    return tuple(
+        tuple("full" if (layer, head) in kept else "local" for head in range(len(row)))
+        for layer, row in enumerate(by_head)
+    )
 
 
 def by_sensitivity(sensitivity: Sequence[float]) -> list[int]:
@@ -258,18 +307,29 @@ def load_plain(cache: AdaptCache, base: Path | None) -> PreTrainedModel:
 
 
 def load_variant(
-    cache: AdaptCache, base: Path | None, out: Path, scale: Scale, adapter: str | None
+    cache: AdaptCache, base: Path | None, out: Path, scale: Scale, source: str | AdaptConfig
 ) -> PreTrainedModel:
-    """The base with an adapter, or with routers that are not trained."""
+    """The base with an adapter, by its name, or with routers that are not trained."""
     model = load_plain(cache, base)
-    if adapter is not None:
-        return load_adapter(model, out / ADAPTERS / adapter)
-    return adapt(model, adapt_config(scale))
+    if isinstance(source, str):
+        return load_adapter(model, out / ADAPTERS / source)
+    return adapt(model, source)
 
 
-def adapt_config(scale: Scale, **changes: Any) -> AdaptConfig:
+def source_of(variant: Variant, scale: Scale) -> str | AdaptConfig:
+    """What :func:`load_variant` makes the model of a variant from."""
+    if variant.adapter is not None:
+        return variant.adapter
+    ways = variant.layers or ()
+    is_wide = scale.experts(is_wide=True)[1] in ways
+    if all(isinstance(way, str) for way in ways):
+        return adapt_config(scale, is_wide=is_wide)
+    return adapt_config(scale, is_wide=is_wide, **BY_HEAD)
+
+
+def adapt_config(scale: Scale, *, is_wide: bool = False, **changes: Any) -> AdaptConfig:
     return AdaptConfig(
-        experts=EXPERTS,
+        experts=scale.experts(is_wide=is_wide),
         window_size=scale.window_size,
         num_sinks=scale.num_sinks,
         cost_length=scale.length,
@@ -278,31 +338,36 @@ def adapt_config(scale: Scale, **changes: Any) -> AdaptConfig:
 
 
 class ShareController(ForcedController):
-    """Draws full attention with a probability, the same for every token."""
+    """Draws experts with probabilities that are the same for every token."""
 
-    def __init__(self, controller: nn.Module, share: Tensor, seed: int) -> None:
+    def __init__(self, controller: nn.Module, shares: Tensor, seed: int) -> None:
         super().__init__(controller, FULL)
-        self.share, self.seed = share, seed  # share [] or [G]
+        self.shares, self.seed = shares, seed  # [E] or [G, E]
 
     def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
-        shape = (*x.shape[:2], *self.groups)
+        shape = (*x.shape[:2], *self.groups, 1)
         generator = torch.Generator().manual_seed(self.seed)
-        drawn = torch.rand(shape, generator=generator) < self.share
-        expert = torch.where(drawn, FULL, LOCAL).to(x.device)
+        limits = self.shares.cumsum(dim=-1)[..., :-1]
+        expert = (torch.rand(shape, generator=generator) >= limits).sum(dim=-1).to(x.device)
         return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())
 
 
 class ThresholdController(ForcedController):
-    """Takes full attention where the belief in it is above a threshold."""
+    """Takes full attention where the belief in it is above a threshold.
+
+    That is, the largest belief, discounted by cost: of two experts, both are the same.
+    """
 
     def __init__(self, controller: nn.Module, threshold: float) -> None:
         super().__init__(controller, FULL)
         self.threshold = threshold
 
     def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
-        belief = self.controller(x, position_ids).mean[..., FULL]
-        expert = torch.where(belief > self.threshold, FULL, LOCAL)
-        return ForcedPosterior(F.one_hot(expert, len(self.costs)).float())
+        costs = self.costs.to(x.device)
+        saved = (costs - costs[LOCAL]) / (costs[FULL] - costs[LOCAL])  # 1 for full, 0 for local
+        price = math.log(self.threshold / (1.0 - self.threshold))
+        belief = self.controller(x, position_ids).mean.log() - price * saved
+        return ForcedPosterior(F.one_hot(belief.argmax(dim=-1), len(self.costs)).float())
 
 
 @contextmanager
@@ -332,7 +397,7 @@ def in_force(
     Args:
         model: As :func:`load_variant` gives it.
         variant: What to put in force.
-        shares: Of random routes: share of full attention by layer, a number or one per head.
+        shares: Of random routes: those of the experts by layer, or for each of its heads.
         threshold: On the belief in full attention, where the variant has a cost.
     """
     with ExitStack() as stack:
@@ -366,7 +431,8 @@ def in_force(
 
 @contextmanager
 def _with_sinks(model: nn.Module, num_sinks: int) -> Iterator[None]:
-    experts: list[Any] = [router.experts[LOCAL] for router in routers_of(model)]
+    everyone: list[Any] = [expert for router in routers_of(model) for expert in router.experts]
+    experts = [expert for expert in everyone if expert.window is not None]
     before = [expert.num_sinks for expert in experts]
     try:
         for expert in experts:

@@ -7,6 +7,7 @@ from meta_attention import adapt
 from meta_attention.adapt import collect_routing, routed_as, routers_of
 from meta_attention.adapt.router import Inputs, unrotate
 from meta_attention.errors import ConfigError
+from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
 from meta_attention.layers import execution
 from meta_attention.ops.rotary import rotate
 from meta_attention.testing.pretrained import (
@@ -19,6 +20,7 @@ from meta_attention.testing.pretrained import (
 )
 
 ALL = ("full", "local", "linear")
+WIDE = ("full", "local:8", "local")
 CLOSE = {"rtol": 0.0, "atol": 5e-5}
 
 
@@ -131,6 +133,89 @@ def test_ways_that_do_not_exist_are_refused():
     ):
         with pytest.raises(ConfigError, match=message), routed_as(model, way):
             pass
+
+
+def by_head(first, second):
+    """Both layers of the small models have two key-value heads."""
+    return {0: (first, second), 1: (first, second)}
+
+
+@torch.no_grad()
+def test_heads_may_have_an_expert_each():
+    model = adapt(
+        build_base("llama", num_hidden_layers=1), window_size=4, route_granularity="kv_head"
+    )
+    ids, found = draw_tokens(2, 20), {}
+    attention = model.model.layers[0].self_attn
+    attention.o_proj.register_forward_pre_hook(lambda _, args: found.update(rows=args[0].clone()))
+
+    def rows(way):
+        with routed_as(model, {0: way}):
+            model(ids)
+        return found["rows"].unflatten(-1, (2, -1))  # [B, T, G, heads of a group * P]
+
+    full, local, mixed = rows("full"), rows("local"), rows(["full", "local"])
+    torch.testing.assert_close(mixed[:, :, 0], full[:, :, 0], **CLOSE)
+    torch.testing.assert_close(mixed[:, :, 1], local[:, :, 1], **CLOSE)
+    assert (mixed - full).abs().max() > 1e-3
+    # heads that are alike are a layer's one way: the base's own, where that is full
+    assert torch.equal(rows(("full", "full")), full)
+    assert torch.equal(rows(("local", "local")), local)
+
+
+@torch.no_grad()
+def test_decoding_by_head_equals_one_pass():
+    model = make_routed(experts=WIDE, route_granularity="kv_head")
+    ids = draw_tokens(2, 20)
+    with routed_as(model, by_head("local:8", "local")), collect_routing(model) as record:
+        whole = model(ids).logits
+        shares = executed_routes(record)
+        out = model(ids[:, :15])
+        steps = [out.logits]
+        for at in range(15, 20):
+            out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
+            steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, **CLOSE)
+    # one head in two has either window; sinks are seen besides
+    counted = count_adapted(model, shares, batch=2, length=20)
+    keys = sum(min(t + 1, 9) + max(min(4, t - 8), 0) for t in range(20))
+    keys += sum(min(t + 1, 5) + max(min(4, t - 4), 0) for t in range(20))
+    assert counted.attention_share == pytest.approx(keys / 2 / sum(range(1, 21)))
+
+
+def test_ways_by_head_that_do_not_exist_are_refused():
+    by_token, by_head_model = make_routed(), make_routed(route_granularity="kv_head")
+    for model, way, message in (
+        (by_token, ("full", "local"), "route_granularity='kv_head', got 2 and 'token'"),
+        (by_head_model, ("full",) * 3, "names by head must be 2"),
+        (by_head_model, ("full", "hard"), "routing must be one of full, linear, local, got 'hard'"),
+    ):
+        with pytest.raises(ConfigError, match=message), routed_as(model, {0: way}):
+            pass
+
+
+@pytest.mark.parametrize("granularity", ["token", "kv_head"])
+@torch.no_grad()
+def test_a_middle_window_is_an_expert_of_its_own(granularity):
+    model, ids = make_routed(experts=WIDE, route_granularity=granularity), draw_tokens(2, 20)
+    # as dear as their windows
+    full, wide, narrow = routers_of(model)[0].controller.costs.tolist()
+    assert full == 1.0
+    assert wide > narrow
+    with collect_routing(model) as record:
+        whole = model(ids).logits
+    assert all(out.routes.expert.unique().tolist() == [0, 1, 2] for out in record.layers.values())
+    with routed_as(model, "local:8"):
+        through = model(ids).logits
+    same = adapt(build_base("llama"), window_size=8)
+    with routed_as(same, "local"):
+        torch.testing.assert_close(through, same(ids).logits, **CLOSE)
+    out = model(ids[:, :12])
+    steps = [out.logits]
+    for at in range(12, 20):
+        out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
+        steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, **CLOSE)
 
 
 @torch.no_grad()

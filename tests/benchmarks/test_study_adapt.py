@@ -17,13 +17,16 @@ from study_adapt_variants import (
     SCALES,
     TRAININGS,
     Variant,
+    adapt_config,
     by_sensitivity,
     derived_variants,
     find_variants,
     in_force,
     keep_full,
+    keep_heads_full,
     load_variant,
     nearest_static,
+    source_of,
     static_variants,
 )
 
@@ -75,7 +78,8 @@ def runs(cache, tmp_path_factory):
     """Baselines, two trained adapters and one soft, with all that is derived from these."""
     out = tmp_path_factory.mktemp("runs")
     assert run("baselines", cache, out) == 0
-    assert run("train", cache, out, "--variants", "token-0.2", "kv-head-0.2", "soft") == 0
+    names = ("token-0.2", "kv-head-0.2", "kv-head-wide-0.2", "soft")
+    assert run("train", cache, out, "--variants", *names) == 0
     assert run("measure", cache, out) == 0
     return out
 
@@ -138,7 +142,7 @@ def test_the_base_is_put_together_and_checked(cache, tmp_path):
     saved = tmp_path / "saved"
     saved.mkdir()
     assert open_base(copy, saved) == saved
-    model = load_variant(copy, None, tmp_path, TINY, None)
+    model = load_variant(copy, None, tmp_path, TINY, adapt_config(TINY))
     expected = build_base("llama", vocab_size=258, max_position_embeddings=512)
     ids = cache.sequences("test")[:1, :40]
     with torch.no_grad(), routed_as(model, "full"):
@@ -161,26 +165,57 @@ def test_static_choices_keep_the_most_sensitive_layers():
     assert found["every-6"].layers.count("full") == 5
     assert found["every-3"].layers[2] == "full"
     assert found["window-no-sinks"].num_sinks == 0
-    assert "static-1" not in {v.name for v in static_variants(SCALES["full"], None, 30)}
+    assert found["window-1024"].layers == ("local:1024",) * 30
+    plain = {v.name for v in static_variants(SCALES["full"], None, 30)}
+    assert not plain & {"static-1", "static-heads-9"}
+
+
+def test_static_choices_keep_the_most_sensitive_heads():
+    by_head = [[0.1, 0.4], [0.0, 0.3], [0.2, 0.05]]
+    assert keep_heads_full(by_head, 2) == (
+        ("local", "full"),
+        ("local", "full"),
+        ("local", "local"),
+    )
+    # SmolLM2's: 30 layers of 3 heads
+    rows = [[layer + head / 10 for head in range(3)] for layer in range(30)]
+    found = {v.name: v for v in static_variants(SCALES["full"], None, 30, rows)}
+    kept = found["static-heads-14"].layers
+    assert sum(way.count("full") for way in kept) == 14
+    assert kept[29] == ("full",) * 3
+    assert kept[25] == ("local", "full", "full")
+    config = source_of(found["static-heads-14"], SCALES["full"])
+    assert config.route_granularity == "kv_head"
+    assert source_of(found["window"], SCALES["full"]).route_granularity == "token"
+    assert source_of(found["window-1024"], SCALES["full"]).experts == (
+        "full",
+        "local:1024",
+        "local",
+    )
 
 
 def test_every_training_is_one_of_a_router(cache):
     for name, training in TRAININGS.items():
         given = {k: v for k, v in training.items() if k not in study_adapt.OWN_SETTINGS}
         settings = study_adapt.RouterSettings.of(given)
-        assert settings.adapt_config(320).experts == ("full", "local")
+        assert settings.route_granularity == ("kv_head" if "kv-head" in name else "token")
+        assert bool(training.get("is_wide")) == ("wide" in name)
         families = {v.family for v in derived_variants(SCALES["full"], name)}
         assert families <= set(study_adapt_report.FAMILIES)
     own, random, *moved = derived_variants(SCALES["full"], "kv-head-0.2")
     assert (own.family, random.family) == ("ours, key-value head", "random")
+    wide, *_ = derived_variants(SCALES["full"], "kv-head-wide-0.25")
+    assert wide.family == "ours, wide key-value head"
+    (free,) = derived_variants(SCALES["full"], "prior-free-kv-head-wide-0.2")
+    assert free.family == "prior-free, wide"
     assert [v.cost for v in moved] == list(SCALES["full"].costs)
     assert [v.name for v in derived_variants(SCALES["full"], "token-lora-0.2")] == [
         "token-lora-0.2"
     ]
 
 
-def make_routed(cache, tmp_path):
-    model = load_variant(cache, None, tmp_path, TINY, None)
+def make_routed(cache, tmp_path, **options):
+    model = load_variant(cache, None, tmp_path, TINY, adapt_config(TINY, **options))
     randomise_controllers(model)
     return model
 
@@ -202,7 +237,8 @@ def test_routes_are_those_of_the_variant_and_then_as_before(cache, tmp_path):
     assert all(0.05 < expert.float().mean() < 0.95 for expert in before.values())
     # a layer on full runs as the base has it, and is not recorded
     assert sorted(routes(Variant("x", "static", layers=("full", "local")))) == [1]
-    drawn = routes(Variant("x", "random", adapter="y", random=True), shares={0: 0.1, 1: 0.7})
+    shares = {0: [0.1, 0.9], 1: [0.7, 0.3]}
+    drawn = routes(Variant("x", "random", adapter="y", random=True), shares=shares)
     assert (drawn[0] == 0).float().mean() == pytest.approx(0.1, abs=0.05)
     assert (drawn[1] == 0).float().mean() == pytest.approx(0.7, abs=0.08)
     few, many = (
@@ -215,6 +251,32 @@ def test_routes_are_those_of_the_variant_and_then_as_before(cache, tmp_path):
     # half of the belief is what the largest weight says
     same = routes(Variant("x", "moved", adapter="y", cost=0.5), threshold=0.5)
     assert all(torch.equal(same[index], before[index]) for index in before)
+
+
+@torch.no_grad()
+def test_three_experts_are_drawn_and_moved_by_cost(cache, tmp_path):
+    options = {"is_wide": True, "route_granularity": "kv_head"}
+    model, ids = make_routed(cache, tmp_path, **options), cache.sequences("test")[:2]
+
+    def routes(variant, **options):
+        with in_force(model, variant, **options), collect_routing(model) as record:
+            model(ids)
+        return {i: out.routes.expert for i, out in record.layers.items()}
+
+    shares = {0: [[0.1, 0.2, 0.7], [0.6, 0.4, 0.0]], 1: [[0.0, 0.0, 1.0], [0.3, 0.3, 0.4]]}
+    drawn = routes(Variant("x", "random", adapter="y", random=True), shares=shares)
+    for index, expected in shares.items():
+        found = torch.nn.functional.one_hot(drawn[index], 3).float().mean(dim=(0, 1))
+        assert torch.allclose(found, torch.tensor(expected), atol=0.06)
+    with collect_routing(model) as record:
+        model(ids)
+    moved = Variant("x", "moved", adapter="y", cost=0.5)
+    cheap, same, dear = (routes(moved, threshold=t) for t in (0.9, 0.5, 0.1))
+    # what the first layer reads does not depend on its routes, and its experts are cheaper by index
+    assert torch.equal(same[0], record.layers[0].routes.expert)
+    assert (cheap[0] >= same[0]).all()
+    assert (same[0] >= dear[0]).all()
+    assert all((expert == 1).any() for expert in (cheap[0], same[0], dear[0]))
 
 
 @torch.no_grad()
@@ -256,15 +318,28 @@ def test_baselines_are_what_they_say(runs):
     assert last(static)["attention_share"] == pytest.approx(
         (1.0 + last(window)["attention_share"]) / 2
     )
-    sensitivity = json.loads((runs / "sensitivity.json").read_text())["loss_increase"]
+    sensitivity = json.loads((runs / "sensitivity.json").read_text())
     kept = static["variant"]["layers"].index("full")
-    assert sensitivity[kept] == max(sensitivity)
+    assert sensitivity["loss_increase"][kept] == max(sensitivity["loss_increase"])
+    # one of four heads
+    heads, by_head = result_of(runs, "static-heads-1"), sensitivity["loss_increase_by_head"]
+    assert last(heads)["attention_share"] == pytest.approx(
+        (1.0 + 3.0 * last(window)["attention_share"]) / 4
+    )
+    (kept,) = (
+        (layer, way.index("full"))
+        for layer, way in enumerate(heads["variant"]["layers"])
+        if "full" in way
+    )
+    assert by_head[kept[0]][kept[1]] == max(max(row) for row in by_head)
+    wide = last(result_of(runs, "window-32"))["attention_share"]
+    assert last(window)["attention_share"] < wide < 0.3
     assert [len(rows) for rows in full["facts"].values()] == [2, 2]
 
 
 def test_trained_routers_are_measured_with_what_is_derived(runs):
     names = {path.name for path in (runs / "variants").iterdir()}
-    for name in ("token-0.2", "kv-head-0.2"):
+    for name in ("token-0.2", "kv-head-0.2", "kv-head-wide-0.2"):
         assert {name, f"{name}-random", f"{name}-moved-0.4"} <= names
         own, random = result_of(runs, name), result_of(runs, f"{name}-random")
         assert sorted(own["routing"]) == ["0", "1"]
@@ -273,7 +348,11 @@ def test_trained_routers_are_measured_with_what_is_derived(runs):
             assert torch.allclose(drawn, torch.tensor(share), atol=0.1)
     assert "soft-cut-0.4" in names
     assert "soft" not in names
-    assert isinstance(result_of(runs, "kv-head-0.2")["routing"]["0"], list)
+    # shares of two experts; of each of two heads; of three experts
+    for name, shape in (("token-0.2", (2,)), ("kv-head-0.2", (2, 2)), ("kv-head-wide-0.2", (2, 3))):
+        routing = torch.tensor(result_of(runs, name)["routing"]["0"])
+        assert routing.shape == shape
+        assert torch.allclose(routing.sum(dim=-1), torch.ones(shape[:-1]))
 
 
 def test_what_is_done_is_not_done_again(cache, runs, capsys):
@@ -286,7 +365,7 @@ def test_what_is_done_is_not_done_again(cache, runs, capsys):
 
 def test_a_study_that_was_cut_off_goes_on(cache, tmp_path, capsys):
     assert run("baselines", cache, tmp_path, "--time-limit", 0) == 0
-    assert "5 left" in capsys.readouterr().out
+    assert "7 left" in capsys.readouterr().out
     assert not list(tmp_path.glob("variants/*/result.json"))
     arguments = ("--variants", "token-0.2", "--set", "save_every=1", "steps=3")
     # time that is over after the first step
@@ -350,10 +429,11 @@ def test_a_report_has_every_variant_and_figures(runs, capsys):
     assert sorted(names) == sorted(path.name for path in (runs / "variants").iterdir())
     assert names[0] == "full"
     compared = {row["name"]: row["better_by"] for row in summary["at_equal_cost"]}
-    assert {"token-0.2", "kv-head-0.2", "token-0.2-moved-0.4"} == set(compared) - {
-        "kv-head-0.2-moved-0.4"
-    }
-    assert {"static", "window", "random", "soft cut", "every"} <= set(compared["token-0.2"])
+    ours = ("token-0.2", "kv-head-0.2", "kv-head-wide-0.2")
+    assert set(compared) == {*ours, *(f"{name}-moved-0.4" for name in ours)}
+    assert {"static", "static heads", "window", "random", "soft cut", "every"} <= set(
+        compared["token-0.2"]
+    )
     table = (runs / "adapt.md").read_text()
     assert all(f"| {name} |" in table for name in names)
     for name in ("adapt_frontier", "adapt_passage_token-0.2", "adapt_passage_kv-head-0.2"):

@@ -15,6 +15,7 @@ from meta_attention.training.tokenizer import build_tokenizer
 SHORT = (
     *("--length", 32, "--window-size", 4, "--num-sinks", 1, "--target-cost", 0.6),
     *("--steps", 6, "--batch-size", 2, "--eval-every", 3, "--save-every", 3, "--max-bytes", 4000),
+    *("--recall-share", 0),
 )
 
 
@@ -69,6 +70,16 @@ def test_the_terminal_shows_a_table(run, base, text, tmp_path):
     assert "note: that is above the target 0.6" in result.stdout
 
 
+def test_a_middle_window_is_named_by_its_size(run, base, text, tmp_path):
+    flags = ("--experts", "full,local:12,local", "--granularity", "kv_head", "--json")
+    result = run("adapt", base, "--data", text, "--out", tmp_path / "a", *SHORT, *flags)
+    assert result.exit_code == 0, result.exception
+    shares = json.loads(result.stdout)["metrics"]["layers"]["0"]["share"]
+    assert list(shares) == ["full", "local:12", "local"]
+    shown = run("generate", "--adapter", tmp_path / "a", "--base", base, "--prompt", "5 squared")
+    assert shown.exit_code == 0, shown.exception
+
+
 def test_a_run_goes_on_where_it_is(run, adapter):
     folder, _ = adapter
     result = run("adapt", "--out", folder, "--resume", "--json")
@@ -110,9 +121,17 @@ def test_the_base_may_be_what_the_card_says(run, adapter, base, monkeypatch):
         (["{base}", "--data", "{text}", "--length", "65"], ConfigError, "at most the 64 positions"),
         (["{base}", "--data", "{text}", "--layers", "x"], ConfigError, "--layers must be indices"),
         (
-            ["{base}", "--data", "{text}", "--length", "32", "--target-cost", "0.01"],
+            [
+                *("{base}", "--data", "{text}", "--length", "32", "--window-size", "4"),
+                *("--target-cost", "0.01", "--recall-share", "0"),
+            ],
             ConfigError,
             "target_cost must be between",
+        ),
+        (
+            ["{base}", "--data", "{text}", "--length", "32"],
+            DataError,
+            "raise the length, or set recall_share to 0",
         ),
         (["{base}", "--data", "{text}", "--kl-weight", "up"], ConfigError, "a schedule must be"),
         (["{base}", "--out", "{base}", "--data", "{text}"], ConfigError, "already holds a run"),

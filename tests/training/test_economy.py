@@ -6,7 +6,15 @@ import math
 import pytest
 
 from meta_attention.errors import ConfigError
-from meta_attention.training.economy import GAIN, MAX_MOVE, MAX_MULTIPLIER, WINDOW, Economy
+from meta_attention.training.economy import (
+    GAIN,
+    MAX_MOVE,
+    MAX_MULTIPLIER,
+    PATH,
+    PATH_GAIN,
+    WINDOW,
+    Economy,
+)
 from meta_attention.training.schedule import Schedule
 
 NOW = Schedule.constant(0.1)
@@ -139,9 +147,68 @@ def test_a_cost_that_falls_with_the_pressure_arrives_at_the_target(elasticity):
     assert cost == pytest.approx(0.3, rel=0.05)
 
 
-def test_state_survives_json_and_goes_on_as_it_would_have():
+def turning(path, delay, num_steps):
+    """Costs of a model of a model whose beliefs follow the pressure late, and turn all at once.
+
+    A route changes when its belief passes one half, and beliefs of all tokens lie close together.
+    """
+    economy = Economy(num_steps, NOW, target=0.3, path=path)
+    belief, costs = 3.0, []  # log odds of full attention
+    for step in range(WINDOW, num_steps + 1, WINDOW):
+        belief += (3.0 - 2.0 * economy.log_multiplier - belief) / delay
+        believed, routed = (
+            0.1 + 0.9 / (1.0 + math.exp(-sharpness * belief)) for sharpness in (1.0, 4.0)
+        )
+        economy.observe(step, 1.0, routed, believed)
+        costs.append(routed)
+    return costs
+
+
+@pytest.mark.parametrize("num_steps", [200, 300])
+@pytest.mark.parametrize("delay", [2, 4])
+def test_a_path_keeps_beliefs_that_turn_at_once_from_overshooting(delay, num_steps):
+    at_once, led = (turning(path, delay, num_steps) for path in (None, PATH))
+    assert min(at_once) < 0.5 * 0.3
+    assert min(led) > min(at_once)
+    assert led[-1] == pytest.approx(0.3, rel=0.15)
+
+
+def test_on_a_path_a_run_is_pressed_only_where_it_lags():
+    economy = Economy(1000, LATE, target=0.25, path=0.5)
+    observe(economy, costs=[1.0] * 49)
+    assert economy.begun is None
+    # from 1 at step 490 to a quarter in half of the steps left; the first window is a little late
+    economy.observe(500, 1.0, 1.0, 1.0)
+    assert economy.begun == [490, 1.0]
+    late = economy.wound
+    assert 0.0 < late < 0.03
+    for step in range(510, 750, WINDOW):
+        cost = 0.25 ** ((step - 490) / 255)
+        economy.observe(step, 1.0, cost, cost)
+        assert economy.log_multiplier == pytest.approx(late)
+
+
+def test_by_the_end_of_a_path_routes_count_and_not_beliefs():
+    economy = Economy(100, NOW, target=0.25, path=0.1)
+    economy.observe(10, 1.0, 0.25, 0.9)
+    assert economy.wound == 0.0
+    economy.observe(20, 1.0, 0.5, 0.25)
+    assert economy.wound == pytest.approx(PATH_GAIN * MAX_MOVE * math.log(2))
+
+
+def test_at_the_beginning_of_a_path_beliefs_count():
+    lags, moves = (Economy(1000, NOW, target=0.1, path=PATH) for _ in range(2))
+    for step in range(WINDOW, 200, WINDOW):
+        lags.observe(step, 1.0, 1.0, 1.0)
+        moves.observe(step, 1.0, 1.0, 0.1 ** (step / 600))
+    assert lags.log_multiplier > 2.0 * moves.log_multiplier > 0.0
+
+
+@pytest.mark.parametrize("path", [None, PATH])
+def test_state_survives_json_and_goes_on_as_it_would_have(path):
     def build():
-        return Economy(1000, SETTLED, 0.2, (SETTLED,), settle_drop=0.1, settle_steps=30)
+        options = {"settle_drop": 0.1, "settle_steps": 30, "path": path}
+        return Economy(1000, SETTLED, 0.2, (SETTLED,), **options)
 
     whole, first, second = build(), build(), build()
     losses = [0.9**n for n in range(12)] + [0.3] * 40
@@ -164,6 +231,7 @@ def test_state_survives_json_and_goes_on_as_it_would_have():
         ({"pressure": Schedule(0.1, 0.0), "target": 0.2}, "must have a weight to steer"),
         ({"pressure": NOW, "settle_drop": 0.0}, "settle_drop must be a share between 0 and 1"),
         ({"pressure": NOW, "settle_drop": 1.5}, "between 0 and 1, got 1.5"),
+        ({"pressure": NOW, "path": 1.5}, "path must be a share of the steps left, got 1.5"),
         ({"pressure": NOW, "settle_steps": 5}, "settle_steps must be >= 10, got 5"),
     ],
 )

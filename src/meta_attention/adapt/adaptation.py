@@ -18,6 +18,11 @@ from meta_attention.layers.cache import DecodeStep, Padding
 from meta_attention.layers.projections import positions_of
 from meta_attention.objective import mean_over_tokens
 
+Way = str | tuple[str, ...]
+"""A kind of routing, the name of an expert for all tokens, or such names by key-value head."""
+Routing = str | Mapping[int, Way]
+"""For all layers, or by the index of a layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -99,12 +104,12 @@ class Adaptation:
     settings: AdaptConfig
     config: MetaAttentionConfig
     layers: tuple[int, ...]  # those that are adapted
-    routing: str | Mapping[int, str] = ""  # in force instead of the config's
+    routing: Routing = ""  # in force instead of the config's
     record: Record | None = None
     _layout: tuple[object, ...] | None = field(default=None, repr=False)
 
-    def routing_of(self, layer_idx: int) -> str:
-        """How a layer is routed now: a kind of routing, or the name of an expert for all tokens."""
+    def routing_of(self, layer_idx: int) -> Way:
+        """How a layer is routed now."""
         if isinstance(self.routing, str):
             return self.routing or self.config.routing
         return self.routing.get(layer_idx, self.config.routing)

@@ -7,7 +7,7 @@ projections.
 Shapes: B batch, T new tokens, S tokens so far, D width, H heads, K key-value heads, P head width.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import get_args
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from meta_attention.adapt.adaptation import Adaptation, Record
+from meta_attention.adapt.adaptation import Adaptation, Record, Routing, Way
 from meta_attention.adapt.memory import BaseMemory
 from meta_attention.config import RoutingName
 from meta_attention.controller import Posterior, build_controller
@@ -165,9 +165,13 @@ class Router(nn.Module):
         """Routes, and their kind: hard where one expert is forced on all tokens."""
         config = self.adaptation.config
         routing = self.adaptation.routing_of(self.layer_idx)
-        if routing in self.expert_names:
+        if not isinstance(routing, str) or routing in self.expert_names:
             weights = torch.zeros_like(posterior.mean)
-            weights[..., self.expert_names.index(routing)] = 1.0
+            if isinstance(routing, str):
+                weights[..., self.expert_names.index(routing)] = 1.0
+            else:
+                for head, name in enumerate(routing):
+                    weights[..., head, self.expert_names.index(name)] = 1.0
             return Routes(weights, torch.ones_like(weights[..., 0], dtype=torch.bool)), "hard"
         kind: RoutingName = routing  # type: ignore[assignment]
         routes = choose_routes(
@@ -257,30 +261,58 @@ def collect_routing(model: nn.Module) -> Iterator[Record]:
 
 
 @contextmanager
-def routed_as(model: nn.Module, routing: str | Mapping[int, str]) -> Iterator[None]:
+def routed_as(model: nn.Module, routing: str | Mapping[int, str | Sequence[str]]) -> Iterator[None]:
     """Route otherwise for a while.
 
     Args:
         model: An adapted model.
         routing: ``"full"``: as the base model, by its own attention. ``"soft"``, ``"hard"``,
             ``"gated"``: as configs have it. The name of an expert: that one for all tokens. Or
-            these for some layers by their index; others stay as the config has them.
+            these for some layers by their index; others stay as the config has them. Of a layer,
+            also the names of experts for each of its key-value heads, where these have routes.
     """
-    routers = routers_of(model)
-    adaptation = routers[0].adaptation
-    known = {"full", *get_args(RoutingName), *routers[0].expert_names}
-    asked = {-1: routing} if isinstance(routing, str) else routing
-    for layer_idx, name in asked.items():
-        if name not in known:
-            raise ConfigError(f"routing must be one of {', '.join(sorted(known))}, got {name!r}")
-        if name == "gated" and adaptation.config.uncertainty_threshold is None:
-            raise ConfigError("routing='gated' takes an adapted uncertainty_threshold; give one")
-        if layer_idx not in (-1, *adaptation.layers):
-            raise ConfigError(
-                f"layers must be among the adapted {list(adaptation.layers)}, got {layer_idx}"
-            )
-    before, adaptation.routing = adaptation.routing, routing
+    adaptation = routers_of(model)[0].adaptation
+    before, adaptation.routing = adaptation.routing, check_routing(model, routing)
     try:
         yield
     finally:
         adaptation.routing = before
+
+
+def check_routing(model: nn.Module, routing: str | Mapping[int, str | Sequence[str]]) -> Routing:
+    """Raise unless a model can be routed like this."""
+    routers = routers_of(model)
+    adaptation, experts = routers[0].adaptation, routers[0].expert_names
+    known = {"full", *get_args(RoutingName), *experts}
+    if isinstance(routing, str):
+        _check_way(adaptation, known, routing)
+        return routing
+    found: dict[int, Way] = {}
+    for layer_idx, way in routing.items():
+        if layer_idx not in adaptation.layers:
+            raise ConfigError(
+                f"layers must be among the adapted {list(adaptation.layers)}, got {layer_idx}"
+            )
+        if isinstance(way, str):
+            _check_way(adaptation, known, way)
+            found[layer_idx] = way
+            continue
+        num_heads = adaptation.config.num_key_value_heads
+        if adaptation.config.route_granularity != "kv_head" or len(way) != num_heads:
+            raise ConfigError(
+                f"names by head must be {num_heads}, of a model adapted with "
+                f"route_granularity='kv_head', got {len(way)} and "
+                f"{adaptation.config.route_granularity!r}"
+            )
+        for name in way:
+            _check_way(adaptation, set(experts), name)
+        # heads that are all alike are a layer's one way
+        found[layer_idx] = tuple(way) if len(set(way)) > 1 else way[0]
+    return found
+
+
+def _check_way(adaptation: Adaptation, known: set[str], name: str) -> None:
+    if name not in known:
+        raise ConfigError(f"routing must be one of {', '.join(sorted(known))}, got {name!r}")
+    if name == "gated" and adaptation.config.uncertainty_threshold is None:
+        raise ConfigError("routing='gated' takes an adapted uncertainty_threshold; give one")

@@ -17,6 +17,8 @@ examples:
   meta-attention adapt Qwen/Qwen2.5-0.5B --data books/ --data wiki.jsonl.xz --out adapters/qwen
   meta-attention adapt ./my-model --data text.txt --length 2048 --window-size 128
   meta-attention adapt ./my-model --data text.txt --granularity kv_head --out adapters/by-head
+  meta-attention adapt ./my-model --data text.txt --experts full,local:1024,local --out adapters/two
+  meta-attention adapt ./my-model --data text.txt --recall-share 0.5 --out adapters/looks-up
   meta-attention adapt ./my-model --data text.txt --layers 3,9,15 --lora-rank 8 --out adapters/lora
   meta-attention adapt ./my-model --data text.txt --steps 1000 --kl-weight "0->0.02@0.1:0.4"
   meta-attention adapt --out adapters/books --resume
@@ -32,6 +34,15 @@ what is trained:
   attention in the adapted layers: FLOPs of scores and values at --length. --hold keeps a cost that
   falls below it from running away. Routes are drawn, and from --argmax-from on those of use.
   The defaults were found with small models on a CPU; they are not tuned on large ones.
+
+\b
+what it is trained on:
+  Blocks of --length tokens of --data. In --recall-share of them something further back than the
+  window must be found again: passages that stand in the block once more, and by turns short lines
+  that give a name a word or a number, and ask for it later. The next word of a text needs this
+  rarely, so a router trained on text alone gives it up: raise the share where answers from far
+  back matter, set it to 0 for plain text. Held-out text is plain; eval_recall_divergence in
+  metrics.jsonl is of held-out blocks that were changed the same way.
 
 \b
 the folder:
@@ -84,6 +95,15 @@ def adapt(
     length: Annotated[
         int | None, _flag("tokens in a block; default: 8192, or what the model can take", min=2)
     ] = None,
+    recall_share: Annotated[
+        float | None,
+        _flag(
+            "share of the blocks in which something far back must be found again, see below; "
+            "default 0.25",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = None,
     steps: Annotated[int | None, _flag("optimiser steps; default 300", min=1)] = None,
     batch_size: Annotated[int | None, _flag("blocks per step; default 4", min=1)] = None,
     grad_accum: Annotated[
@@ -110,7 +130,13 @@ def adapt(
         float | None,
         _flag("share of training after which routes are not drawn any more", min=0.0, max=1.0),
     ] = None,
-    experts: Annotated[str | None, _flag('experts of a layer; default "full,local"')] = None,
+    experts: Annotated[
+        str | None,
+        _flag(
+            'experts of a layer; default "full,local"; in "full,local:1024,local" one has a window '
+            "of its own"
+        ),
+    ] = None,
     window_size: Annotated[
         int | None, _flag("reach of local attention; default 256", min=1)
     ] = None,

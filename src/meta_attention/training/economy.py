@@ -23,6 +23,10 @@ WINDOW = 10
 GAIN = 20.0
 # by how much at most in one window, however short the run
 MAX_MOVE = 0.5
+# how much more it changes on a path, where the cost is not far from its aim
+PATH_GAIN = 2.0
+# share of the steps that are left when pressing begins, after which such a path is at the target
+PATH = 0.6
 # the pressure stays within this factor of its schedule
 MAX_MULTIPLIER = 100.0
 # a model whose cost is within this factor of the target is on it
@@ -44,11 +48,20 @@ class Economy:
     by little at a time. It can only press less where a model costs less than it may: the task
     alone makes routes dearer, where that helps.
 
+    **A path** keeps a short run from overshooting. Routes cost what they did until beliefs turn,
+    and then many do at once; by then the multiplier has been wound up, and a cost that has fallen
+    to the floor is slow to come back. With ``path`` the aim moves: in log space straight from the
+    believed cost at the beginning to the target, where it stays. What is compared with it is at
+    first the cost that is believed, which moves before any route does, and by the end of the path
+    that of the routes. Beliefs that are off the aim also count at once, not only in sum.
+
     Args:
         num_steps: Of the whole run.
         pressure: Schedule of the weight that is steered; steering begins with its change.
         target: Share of full attention's cost in the routed layers, or None.
         waiting: Schedules that count from when the loss has settled.
+        path: See above: share of the steps left when pressing begins, after which the aim is the
+            target. None: it is the target from the start.
         settle_drop: See above.
         settle_steps: Likewise; None: a tenth of the run.
     """
@@ -57,6 +70,7 @@ class Economy:
     pressure: Schedule
     target: float | None = None
     waiting: tuple[Schedule, ...] = ()
+    path: float | None = None
     settle_drop: float = 0.02
     settle_steps: int | None = None
 
@@ -65,11 +79,17 @@ class Economy:
     cost: float | None = field(default=None, init=False)
     """Of the last window, as steered."""
     log_multiplier: float = field(default=0.0, init=False)
+    wound: float = field(default=0.0, init=False)
+    """Of the logarithm, what has added up on a path."""
+    begun: list[float] | None = field(default=None, init=False)
+    """Where a path begins: a step, and a cost."""
     losses: list[float] = field(default_factory=list, init=False)
     """Task loss of the last windows."""
 
     def __post_init__(self) -> None:
         check_settling(self.settle_drop, self.settle_steps)
+        if self.path is not None and not 0.0 < self.path <= 1.0:
+            raise ConfigError(f"path must be a share of the steps left, got {self.path}")
         if self.target is not None and self.pressure.end <= 0.0:
             raise ConfigError(
                 "target_cost must have a weight to steer, but the schedule of it ends at 0: raise "
@@ -95,22 +115,39 @@ class Economy:
         pressure = self.pressure
         return pressure.is_constant or self.value(pressure, step) != pressure.start
 
-    def observe(self, step: int, loss: float, cost: float) -> None:
+    def observe(self, step: int, loss: float, cost: float, believed: float | None = None) -> None:
         """Take note of a window.
 
         Args:
             step: How many steps are done.
             loss: Mean task loss of the window.
             cost: Mean cost of its tokens in routed layers, by the routes of evaluation.
+            believed: Likewise, expected under the beliefs; None: the same. Looked at on a path.
         """
         self.cost = cost
         if self.waiting and self.settled is None:
             self._look_whether_settled(step, loss)
         if self.target is not None and self.has_begun(step):
-            beyond = min(1.0, max(-1.0, math.log(max(cost, 1e-9) / self.target)))
-            limit = math.log(MAX_MULTIPLIER)
-            moved = self.log_multiplier + min(MAX_MOVE, GAIN * WINDOW / self.num_steps) * beyond
-            self.log_multiplier = min(limit, max(-limit, moved))
+            move = min(MAX_MOVE, GAIN * WINDOW / self.num_steps)
+            if self.path is None:
+                moved = self.log_multiplier + move * _log_ratio(cost, self.target)
+            else:
+                moved = self._follow_path(step, move, cost, cost if believed is None else believed)
+            self.log_multiplier = _limited(moved)
+
+    def _follow_path(self, step: int, move: float, cost: float, believed: float) -> float:
+        """The logarithm of the multiplier, from where the cost is and where it should be by now."""
+        assert self.target is not None
+        assert self.path is not None
+        if self.begun is None:
+            self.begun = [step - WINDOW, max(believed, self.target)]
+        first, start = self.begun
+        done = min(1.0, (step - first) / max(WINDOW, self.path * (self.num_steps - first)))
+        aim = start ** (1.0 - done) * self.target**done
+        seen = believed ** (1.0 - done) * cost**done
+        self.wound = _limited(self.wound + PATH_GAIN * move * _log_ratio(seen, aim))
+        # routes turn all at once, beliefs do not: only these can be answered at once
+        return self.wound + _log_ratio(believed, aim)
 
     def _look_whether_settled(self, step: int, loss: float) -> None:
         steps = self.num_steps // 10 if self.settle_steps is None else self.settle_steps
@@ -125,13 +162,23 @@ class Economy:
 
     def state(self) -> dict[str, Any]:
         """Plain data, as :meth:`load` reads it."""
-        names = ("settled", "cost", "log_multiplier", "losses")
+        names = ("settled", "cost", "log_multiplier", "wound", "begun", "losses")
         return {name: getattr(self, name) for name in names}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state` gave."""
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def _log_ratio(cost: float, aim: float) -> float:
+    """At most 1 either way."""
+    return min(1.0, max(-1.0, math.log(max(cost, 1e-9) / aim)))
+
+
+def _limited(log_multiplier: float) -> float:
+    limit = math.log(MAX_MULTIPLIER)
+    return min(limit, max(-limit, log_multiplier))
 
 
 def check_settling(drop: float, steps: int | None) -> None:

@@ -62,6 +62,7 @@ class MetaAttentionTrainer(LastingTrainer):
         target_cost: What hard routes shall cost in evaluation, as a share of full attention's cost
             in the routed layers; steers ``kl_weight``, or ``cost_weight`` where there is no prior.
             See :class:`Economy`.
+        cost_path: Lead the cost to its target along a path; likewise.
         settle_drop: When the task loss counts as settled, for schedules that wait for it; see
             :class:`Economy`.
         settle_steps: Likewise.
@@ -80,6 +81,7 @@ class MetaAttentionTrainer(LastingTrainer):
         uncertainty_threshold: Schedule | None = None,
         cost_weight: Schedule | float | None = None,
         target_cost: float | None = None,
+        cost_path: float | None = None,
         settle_drop: float = 0.02,
         settle_steps: int | None = None,
         capture: bool = False,
@@ -102,6 +104,7 @@ class MetaAttentionTrainer(LastingTrainer):
             pressure=self.cost_weight if self._steers_cost_weight else self.kl_weight,
             target=target_cost,
             waiting=tuple(s for s in schedules if s is not None and s.when_settled),
+            path=cost_path,
             settle_drop=settle_drop,
             settle_steps=settle_steps,
         )
@@ -145,8 +148,8 @@ class MetaAttentionTrainer(LastingTrainer):
                     "threshold changes from step to step; leave --capture out"
                 )
             self.captured = CapturedSteps(model.parameters())
-        # task loss and routed cost since the economy last looked
-        self._watched = torch.zeros(2)
+        # task loss, routed and projected cost since the economy last looked
+        self._watched = torch.zeros(3)
         self._weights = self._weights_after(0)
         self._num_tokens = 0
         self.logged_step = 0
@@ -209,9 +212,9 @@ class MetaAttentionTrainer(LastingTrainer):
         step = self.state.global_step
         if self.economy.is_watched and step % WINDOW == 0:
             reduce: Any = self.accelerator.reduce
-            loss, cost = (reduce(self._watched, "mean") / WINDOW).tolist()
-            self.economy.observe(step, loss, cost)
-            self._watched = torch.zeros(2)
+            loss, cost, believed = (reduce(self._watched, "mean") / WINDOW).tolist()
+            self.economy.observe(step, loss, cost, believed)
+            self._watched = torch.zeros(3)
 
     def compute_loss(
         self,
@@ -325,7 +328,8 @@ class MetaAttentionTrainer(LastingTrainer):
         self._parts = step.figures + (0.0 if self._parts is None else self._parts)
         if self.economy.is_watched:
             figures = dict(zip(step.names, step.figures, strict=True))
-            watched = torch.stack([figures["task_loss"], figures["routed_cost"]])
+            names = ("task_loss", "routed_cost", "projected_cost")
+            watched = torch.stack([figures[name] for name in names])
             self._watched = self._watched.to(watched) + watched
         self._num_tokens += inputs["input_ids"].numel()
         if is_logged:
@@ -516,7 +520,9 @@ class MetaAttentionTrainer(LastingTrainer):
         self.economy.num_steps = max(1, self.state.max_steps)
         saved = dict(self.state.stateful_callbacks.get(ECONOMY_STATE, {}))  # type: ignore[union-attr]
         if saved:
-            self._watched = torch.tensor(saved.pop("watched"))
+            watched = torch.tensor(saved.pop("watched"))
+            # projected cost was not watched in older ones
+            self._watched = F.pad(watched, (0, 3 - len(watched)))
             self.economy.load(saved)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -45,6 +45,8 @@ def settings(text):
             "window_size": 6,
             "num_sinks": 2,
             "target_cost": 0.6,
+            # what must be found again takes longer blocks
+            "recall_share": 0.0,
             "steps": 4,
             "batch_size": 2,
             "log_every": 1,

@@ -1,6 +1,7 @@
 """Routers learn and nothing else does; a run that was stopped goes on as if it had not been."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -98,8 +99,36 @@ def test_routes_are_steered_to_the_target(base, tokenizer, settings, tmp_path):
         assert record["metrics"]["routed_cost"] == pytest.approx(target, rel=0.15)
 
 
-def test_a_resumed_run_is_an_unbroken_one(base, tokenizer, settings, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "seed", "granularity"), [(0.3, 0, "token"), (0.3, 1, "kv_head"), (0.5, 1, "token")]
+)
+def test_a_short_run_does_not_overshoot_its_target(
+    target, seed, granularity, base, tokenizer, settings, tmp_path
+):
+    """Steered at once, the first of these ended at 0.72 of its target: all tokens on the window."""
+    given = settings(
+        target_cost=target,
+        seed=seed,
+        route_granularity=granularity,
+        length=64,
+        window_size=4,
+        steps=200,
+        log_every=20,
+        eval_every=200,
+    )
+    train_router(base(seed=seed), tokenizer, given, tmp_path / "a")
+    *_, last = (row for row in read_metrics(tmp_path / "a") if row["kind"] == "eval")
+    assert last["eval_routed_cost"] == pytest.approx(target, rel=0.15)
+
+
+@pytest.mark.parametrize("recall_share", [0.0, 0.5])
+def test_a_resumed_run_is_an_unbroken_one(
+    recall_share, base, tokenizer, settings, tmp_path, monkeypatch
+):
     options = {"steps": 24, "save_every": 6, "eval_every": 12, "lr": 0.03, "argmax_from": 0.5}
+    if recall_share:
+        options |= {"recall_share": recall_share, "length": 192}
+        base = partial(base, max_position_embeddings=192)
     whole = train_router(base(), tokenizer, settings(**options), tmp_path / "whole")
     with monkeypatch.context() as stopped:
         stop_after(15, stopped)
@@ -137,6 +166,22 @@ def test_the_last_step_is_evaluated_and_kept(base, tokenizer, settings, tmp_path
     assert record["metrics"]["divergence"] == pytest.approx(best["eval_divergence"], rel=1e-6)
 
 
+def test_an_adapter_has_a_middle_window(base, tokenizer, settings, tmp_path):
+    experts = ("full", "local:16", "local")
+    model = adapt(base(), settings(experts=experts).adapt_config(48))
+    randomise_controllers(model)
+    record = train_router(model, tokenizer, settings(experts=experts), tmp_path / "a")
+    for layer in record["metrics"]["layers"].values():
+        assert list(layer["share"]) == list(experts)
+        assert min(layer["share"].values()) > 0.0
+    ids = draw_tokens(2, 40)
+    other = load_adapter(base(), tmp_path / "a")
+    assert torch.equal(other(ids).logits, model(ids).logits)
+    page = (tmp_path / "a" / "README.md").read_text()
+    windows = (f"local (window {window}, 2 first tokens)" for window in (16, 6))
+    assert f"among full and {' and '.join(windows)}, in 2" in page
+
+
 def test_a_wide_base_has_a_low_learning_rate(base, tokenizer, settings, tmp_path):
     assert settings().lr_for(4096) < settings().lr_for(1024) < settings().lr_for(32)
     assert settings(lr=0.5).lr_for(4096) == 0.5
@@ -167,6 +212,7 @@ def test_activations_may_be_computed_again(base, tokenizer, settings, tmp_path):
         {"route_granularity": "kv_head", "route_gradient": "chosen"},
         {"controller": "prior_free"},
         {"experts": ("full", "local", "linear")},
+        {"experts": ("full", "local:16", "local"), "route_granularity": "kv_head"},
         {"layers": (1,)},
         {"precision": "bf16"},
         {"loss": "lm"},
@@ -241,6 +287,8 @@ def test_what_cannot_be_trained_is_one_sentence(
         ({"loss": "mood"}, "loss must be distill, lm or both"),
         ({"argmax_from": 1.5}, "argmax_from must be a share"),
         ({"hold": -1.0}, "hold must be >= 0"),
+        ({"recall_share": 1.5}, "recall_share must be a share of the blocks, from 0 to 1, got 1.5"),
+        ({"recall_share": -0.1}, "recall_share must be a share"),
         ({"lora_rank": -1}, "lora_rank must be >= 0"),
         ({"eval_every": 0}, "eval_every must be >= 1"),
         ({"target_cost": 1.5}, "target_cost must be a share between 0 and 1"),

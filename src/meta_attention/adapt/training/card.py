@@ -67,7 +67,6 @@ def render(card: Mapping[str, Any]) -> str:
     base, routing, metadata = card["base"], card["settings"], card["metadata"]
     measured, settings = metadata["measured"], metadata["settings"]
     experts = list(routing["experts"])
-    local = f"local (window {routing['window_size']}, {routing['num_sinks']} first tokens)"
     rows = [
         f"| {index} | "
         + " | ".join(f"{layer['share'][name]:.1%}" for name in experts)
@@ -79,7 +78,7 @@ def render(card: Mapping[str, Any]) -> str:
         **{k: v for k, v in measured.items() if k not in ("layers", "target_cost", "step")},
         base=base["name"] or "its base",
         family=base["family"],
-        experts=" and ".join(local if name == "local" else name for name in experts),
+        experts=" and ".join(_describe(name, routing) for name in experts),
         num_layers=len(routing["layers"]),
         num_all=base["shape"]["num_hidden_layers"],
         lora=", but for a LoRA of its attention, in `lora/`" if card.get("lora") else "",
@@ -100,3 +99,11 @@ def render(card: Mapping[str, Any]) -> str:
         card=CARD_FILE,
         weights=WEIGHTS_FILE,
     )
+
+
+def _describe(expert: str, routing: Mapping[str, Any]) -> str:
+    name, _, window = expert.partition(":")
+    if name != "local":
+        return expert
+    window = window or routing["window_size"]
+    return f"local (window {window}, {routing['num_sinks']} first tokens)"

@@ -22,14 +22,16 @@ from transformers import (
     set_seed,
 )
 
+from meta_attention.adapt.adaptation import Routing
 from meta_attention.adapt.adapters import CARD_FILE, sample_weights, save_adapter
 from meta_attention.adapt.families import family_of
 from meta_attention.adapt.lora import add_lora, has_lora, learns
 from meta_attention.adapt.model import adapt
 from meta_attention.adapt.router import Router, routers_of
 from meta_attention.adapt.training.card import write_readme
+from meta_attention.adapt.training.recall import RecallBlocks, narrowest_window
 from meta_attention.adapt.training.settings import DEFAULT_LENGTH, RouterSettings
-from meta_attention.adapt.training.trainer import RouterTrainer, Routing
+from meta_attention.adapt.training.trainer import RouterTrainer
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.training.checkpoints import clear_write_errors, list_checkpoints
 from meta_attention.training.corpus import Corpus, read_corpus
@@ -119,6 +121,12 @@ def train_router(
     set_seed(settings.seed)
     if not any(isinstance(module, Router) for module in model.modules()):
         adapt(model, settings.adapt_config(length))
+    window, share = narrowest_window(model), settings.recall_share
+    train = RecallBlocks(blocks.train, tokenizer, share=share, window=window, seed=settings.seed)
+    recall = None
+    if share and blocks.valid is not None:
+        # the same for every seed, so that runs can be compared
+        recall = RecallBlocks(blocks.valid, tokenizer, share=1.0, window=window)
     if settings.lora_rank and not has_lora(model):
         add_lora(model, settings.lora_rank)
     learns(model, routers=routes is None, lora=settings.lora_rank > 0)
@@ -142,8 +150,9 @@ def train_router(
         args,
         settings,
         routes=routes,
-        train_dataset=blocks.train,
+        train_dataset=train,
         eval_dataset=blocks.valid,
+        recall=recall,
         callbacks=[MetricsLog(out), *callbacks],
     )
     # only now, when nothing is left to refuse, does the folder become a run
@@ -267,7 +276,8 @@ def _measure(trainer: RouterTrainer, length: int) -> dict[str, Any]:
         for index in trainer.adaptation.layers
     }
     kept = (
-        *("lm_loss", "base_loss", "divergence", "attention_share", "routed_cost", "bits_per_byte"),
+        *("lm_loss", "base_loss", "divergence", "recall_divergence"),
+        *("attention_share", "routed_cost", "bits_per_byte"),
         *("adaptivity", "routing_entropy", "kl", "expert_collapses", "prior_collapses"),
     )
     return {

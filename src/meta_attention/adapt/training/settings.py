@@ -30,6 +30,9 @@ class RouterSettings(RunSettings):
     """Name or folder of the base; where it lies may change, its weights may not."""
     length: int | None = None
     """Tokens of a block; None: 8192, or what the base can take if that is less."""
+    recall_share: float = 0.25
+    """Share of the blocks that are changed so that what is far back must be found again; see
+    :mod:`meta_attention.adapt.training.recall`."""
 
     # routing, as AdaptConfig has it
     experts: tuple[str, ...] = ("full", "local")
@@ -78,6 +81,10 @@ class RouterSettings(RunSettings):
             raise ConfigError(f"argmax_from must be a share of training, got {self.argmax_from}")
         if not 0.0 <= self.hold < float("inf"):
             raise ConfigError(f"hold must be >= 0, got {self.hold}")
+        if not 0.0 <= self.recall_share <= 1.0:
+            raise ConfigError(
+                f"recall_share must be a share of the blocks, from 0 to 1, got {self.recall_share}"
+            )
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank must be >= 0, got {self.lora_rank}; 0: no LoRA")
         if not 0.0 < self.lora_lr < float("inf"):

@@ -8,7 +8,6 @@ Shapes: B batch, T sequence, F figures of a row.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,19 +26,22 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from meta_attention.adapt.adaptation import Record
+from meta_attention.adapt.adaptation import Record, Routing
 from meta_attention.adapt.lora import lora_parameters, without_lora
-from meta_attention.adapt.router import collect_routing, routed_as, routers_of
+from meta_attention.adapt.router import check_routing, collect_routing, routed_as, routers_of
 from meta_attention.adapt.training.divergence import Predictor, compare_predictions
+from meta_attention.adapt.training.recall import RecallBlocks
 from meta_attention.adapt.training.settings import RouterSettings
 from meta_attention.controller import RoutingPosterior
 from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
 from meta_attention.evaluation.routing import RoutingSummary
+from meta_attention.training.economy import PATH
 from meta_attention.training.logs import flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.trainer import Batch, MetaAttentionTrainer
 
-Routing = str | Mapping[int, str]
+# of these an evaluation reports the divergence as well
+RECALL_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class RouterTrainer(MetaAttentionTrainer):
         args: Trainer's own arguments.
         settings: Of the run.
         routes: Routes of all tokens by layer, in place of the routers': what learns is LoRA.
+        recall: Held-out blocks of which evaluation also reports the divergence, where something far
+            back must be found again.
         kwargs: As for Trainer.
     """
 
@@ -83,15 +87,16 @@ class RouterTrainer(MetaAttentionTrainer):
         settings: RouterSettings,
         *,
         routes: Routing | None = None,
+        recall: RecallBlocks | None = None,
         **kwargs: Any,
     ) -> None:
-        self.settings = settings
+        self.settings, self.recall = settings, recall
         self.routers = routers_of(model)
         self.adaptation = self.routers[0].adaptation
         self._draws = self.adaptation.config.training_weights
         if routes is not None:
             # for good: what is computed again in a backward pass must be routed the same
-            self.adaptation.routing = routes
+            self.adaptation.routing = check_routing(model, routes)
         model.to(args.device)  # type: ignore[arg-type]
         # Trainer refuses models that were quantised, as GGUF is; what learns here never was
         marked: Any = model
@@ -103,6 +108,7 @@ class RouterTrainer(MetaAttentionTrainer):
             kl_weight=settings.kl_weight,
             cost_weight=settings.cost_weight,
             target_cost=None if routes is not None else settings.target_cost,
+            cost_path=PATH,
             optimizers=(_optimizer(model, settings), None),
             **kwargs,
         )
@@ -275,7 +281,19 @@ class RouterTrainer(MetaAttentionTrainer):
         }
         if isinstance(self.eval_dataset, PackedDataset):
             metrics["bits_per_byte"] = self.eval_dataset.bits_per_byte(loss)
+        if self.recall is not None:
+            metrics["recall_divergence"] = self._recall_divergence(self.recall)
         return metrics | self.flatten(routing)
+
+    @torch.no_grad()
+    def _recall_divergence(self, recall: RecallBlocks) -> float:
+        """Mean over the tokens of the first blocks."""
+        total, chosen = 0.0, range(min(len(recall), RECALL_BLOCKS))
+        for index in chosen:
+            ids = recall[index]["input_ids"].unsqueeze(0).to(self.args.device)
+            _, compared = self._compare(self.model, {"input_ids": ids, "labels": ids})
+            total += compared[..., 0].mean().item()
+        return total / len(chosen)
 
     # --- checkpoints ---
 
