@@ -37,6 +37,7 @@ from meta_attention.adapt import (
     routers_of,
 )
 from meta_attention.adapt.adaptation import Way
+from meta_attention.adapt.training.recall import RecallBlocks
 from meta_attention.bench.adapted_suite import time_adapted
 from meta_attention.bench.timing import Clock
 from meta_attention.errors import ConfigError
@@ -55,7 +56,10 @@ HALVINGS = 10
 def measure_sensitivity(
     cache: AdaptCache, base: Path | None, out: Path, scale: Scale
 ) -> dict[str, Any]:
-    """Loss increase with one layer, or one head, local and all others full; once for a folder."""
+    """Loss increase with one layer, or one head, local and all others full; once for a folder.
+
+    Half of the text is that of routers' training in which something far back must be found again.
+    """
     path = out / SENSITIVITY
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     if "loss_increase_by_head" in found:
@@ -67,8 +71,7 @@ def measure_sensitivity(
     full: dict[int, Way] = dict.fromkeys(layers, "full")
 
     def increase(count: int, ways: Sequence[Mapping[int, Way]]) -> dict[str, Any]:
-        # not the text that variants are compared on: layers and heads are chosen by it
-        text = cache.sequences("valid")[:count, : scale.length]
+        text = _text_to_choose_by(cache, base, scale, count)
         losses = []
         for way in ({}, *ways):
             with routed_as(model, {**full, **way}):
@@ -90,6 +93,16 @@ def measure_sensitivity(
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _text_to_choose_by(cache: AdaptCache, base: Path | None, scale: Scale, count: int) -> Tensor:
+    """Sequences ``[N, T]``, none of those that variants are compared on."""
+    text = cache.sequences("valid")[:count, : scale.length]
+    tokenizer = load_tokenizer(str(cache.folder / "base" if base is None else base))
+    rows = RecallBlocks(
+        [{"input_ids": ids} for ids in text], tokenizer, share=0.5, window=scale.window_size
+    )
+    return torch.stack([rows[index]["input_ids"] for index in range(len(rows))])
 
 
 def mean_loss(model: PreTrainedModel, text: Tensor, scale: Scale) -> float:
