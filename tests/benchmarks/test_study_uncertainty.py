@@ -31,7 +31,7 @@ from meta_attention.evaluation.beliefs import SIGNALS
 from meta_attention.evaluation.forcing import attention_layers
 from meta_attention.training.corpus import embedded_corpus
 
-TOKEN, HEAD, PLAIN = "bayes-all-token-0.2-linear", "bayes-global-kv_head-0.4", "prior-free-all-0.2"
+TOKEN, HEAD, PLAIN = "bayes-all-token-0.2-linear", "bayes-wide-kv_head-0.3", "prior-free-all-0.2"
 STATIC = "hybrid-1-2"
 
 
