@@ -192,6 +192,11 @@ class MetaAttentionTrainer(LastingTrainer):
         costs = [layer for layer in self._tally.costs if len(layer) > 1]
         if not costs:
             raise ConfigError("target_cost must have a layer to route in, but all are static")
+        if self.economy.path is not None and len(costs) < len(self._tally.costs):
+            raise ConfigError(
+                "cost_path must have no static layers: what is believed is known of all layers "
+                "together, and the target is of the routed ones; leave it out"
+            )
         lowest = sum(map(min, costs)) / len(costs)
         highest = sum(map(max, costs)) / len(costs)
         if not lowest < target < highest:
