@@ -14,6 +14,7 @@ from meta_attention.ablation.measure import (
     measure_uncertainty,
     read_passage,
 )
+from meta_attention.controller import RoutingPosterior
 from meta_attention.evaluation.forcing import attention_layers
 from meta_attention.evaluation.routing import routed_as
 from meta_attention.training.corpus import Corpus
@@ -135,3 +136,19 @@ def test_everything_is_json(blocks):
     for model in (make_model(), make_model(experts=["full"]), make_model(controller="prior_free")):
         json.dumps(measure(model, blocks, "hard", forced=True), allow_nan=False)
         json.dumps(measure_uncertainty(model, blocks).histograms(), allow_nan=False)
+
+
+@pytest.mark.parametrize("granularity", ["token", "kv_head"])
+def test_tokens_that_pass_a_block_by_have_no_uncertainty_there(granularity, blocks):
+    model = make_model(depth_capacity=0.5, route_granularity=granularity)
+    with torch.no_grad():
+        out = model(blocks, output_routing=True)
+    has_entered = out.routing_weights[1].sum(dim=-1) > 0.0
+    assert 0 < has_entered.sum() < has_entered.numel()
+    uncertainty = measure_uncertainty(model, blocks, batch_size=4)
+    expected = RoutingPosterior(out.concentrations[1]).vacuity[has_entered]
+    torch.testing.assert_close(uncertainty.of(1, "vacuity"), expected)
+    assert len(uncertainty.of(0, "vacuity")) == has_entered.numel()
+    # so all that there are can be made hard
+    gates = measure_gates(model, blocks, uncertainty)
+    assert gates["vacuity"][-1]["hard_share"] == 1.0

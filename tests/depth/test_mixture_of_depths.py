@@ -322,6 +322,20 @@ def test_documents_of_a_row_do_not_see_each_other():
     torch.testing.assert_close(packed, torch.cat(parts, dim=1))
 
 
+def test_a_document_that_nobody_enters_still_parts_those_around_it():
+    block, x = make_block(depth_routing="threshold", experts=("full",)), draw_states()
+    numbers = torch.tensor([[1] * 8 + [2] * 4 + [1] * 8]).expand(B, T)
+    with torch.no_grad():
+        lowest = scores_of(block.depth_router, x[0]).argmin()
+        x[:, 8:12] = x[0, lowest].clone()
+        packed = block(x, document_ids=numbers)
+        alone = block(x[:, 12:])
+    entered = ~packed.is_padding
+    assert not entered[:, 8:12].any()
+    assert entered[:, :8].any()
+    torch.testing.assert_close(packed.output[:, 12:], alone.output)
+
+
 # --- the cache; decode equals prefill in tests/models ---
 
 

@@ -38,3 +38,19 @@ def test_signals_of_heads_are_their_mean(config):
     posterior = beliefs[0]
     assert posterior.vacuity.shape == (2, 12, 2)
     assert torch.equal(signals_of(posterior)["vacuity"], posterior.vacuity.mean(-1))
+
+
+@pytest.mark.parametrize("residual", ["sum", "attention"])
+def test_beliefs_stand_where_their_tokens_do_also_if_some_pass_by(config, residual):
+    changes = {"depth_capacity": 0.5, "depth_layers": (0,), "residual": residual}
+    torch.manual_seed(0)
+    model = MetaAttentionForCausalLM(MetaAttentionConfig(**config.to_diff_dict() | changes)).eval()
+    with torch.no_grad(), watch_beliefs(model) as beliefs:
+        out = model(IDS, output_routing=True)
+    has_entered = out.routing_weights[0].sum(dim=-1) > 0.0
+    assert 0 < has_entered.sum() < IDS.numel()
+    assert list(beliefs) == [0, 2]
+    for index, posterior in beliefs.items():
+        assert torch.equal(posterior.concentration, out.concentrations[index])
+    prior = model.model.layers[0].attention.controller.prior_concentration
+    assert (beliefs[0].concentration[~has_entered] == prior).all()

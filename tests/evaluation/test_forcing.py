@@ -154,6 +154,21 @@ def test_routes_that_do_not_fit_are_refused(routes, error, message, model):
     assert [layer.controller for layer in attention_layers(model)] == controllers
 
 
+def test_tokens_that_may_pass_a_block_by_are_forced_all_alike_or_not_at_all(config):
+    changes = {"depth_capacity": 0.5, "depth_layers": (0,)}
+    torch.manual_seed(0)
+    model = MetaAttentionForCausalLM(MetaAttentionConfig(**config.to_diff_dict() | changes)).eval()
+    routes = {0: torch.zeros(2, 12)}
+    with pytest.raises(ConfigError, match="every token enters, got 0"), force_routes(model, routes):
+        run(model)
+    with force_expert(model, [0], 1), force_routes(model, {2: torch.zeros(2, 12)}):
+        weights = run(model).routing_weights
+    share = weights[0].flatten(0, 1).mean(dim=0)
+    assert 0.0 < share[1] < 1.0
+    assert share[0] == share[2] == 0.0
+    assert (weights[2][..., 0] == 1.0).all()
+
+
 def judged(model, table, weights, **options):
     """Verdict on layer 0, where experts have the losses of a table."""
 

@@ -66,6 +66,8 @@ def make_mask(case: Case) -> Tensor | None:
     row = torch.arange(case.B)[:, None]
     if case.marks == "left":
         return position >= 7 * row + 3
+    if case.marks == "first row only":
+        return (position >= 0) & (row == 0)
     if case.marks == "right":
         return position < S - 5 * row - 2
     if case.marks == "gap":
@@ -171,6 +173,8 @@ CASES = [
     Case(marks="left"),
     Case(marks="right", past=10),
     Case(marks="gap"),
+    Case(marks="first row only", T=1),
+    Case(marks="first row only", T=1, num_sinks=3),
     Case(marks="documents"),
     Case(marks="documents", causal=False, is_exclusive=False, T=90),
     Case(num_sinks=4),

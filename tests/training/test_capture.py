@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import TrainerCallback, TrainingArguments
 
+from meta_attention import MetaAttentionConfig
 from meta_attention.errors import ConfigError
 from meta_attention.training.capture import check_capture
 from meta_attention.training.recipes import build_settings
@@ -101,10 +102,20 @@ def test_a_captured_task_goes_on_as_an_unbroken_one(tmp_path):
     assert cut[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=1e-3)
 
 
+# arguments that a graph can hold
+USUAL = {
+    "device": torch.device("cuda"),
+    "world_size": 1,
+    "gradient_accumulation_steps": 1,
+    "fp16": False,
+    "gradient_checkpointing": False,
+}
+
+
 def test_there_is_nothing_to_capture_on_a_cpu(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(ConfigError, match="must have a CUDA device, got cpu"):
-        check_capture(args)
+        check_capture(args, MetaAttentionConfig())
 
 
 @pytest.mark.parametrize(
@@ -117,16 +128,31 @@ def test_there_is_nothing_to_capture_on_a_cpu(tmp_path):
     ],
 )
 def test_what_a_graph_cannot_hold_is_named(attribute, value, message):
-    usual = {
-        "device": torch.device("cuda"),
-        "world_size": 1,
-        "gradient_accumulation_steps": 1,
-        "fp16": False,
-        "gradient_checkpointing": False,
-    }
-
-    args = SimpleNamespace(**usual | {attribute: value})
+    args = SimpleNamespace(**USUAL | {attribute: value})
     with pytest.raises(ConfigError, match=f"{message}; leave --capture out"):
-        check_capture(args)
-    setattr(args, attribute, usual[attribute])
-    check_capture(args)
+        check_capture(args, MetaAttentionConfig())
+    setattr(args, attribute, USUAL[attribute])
+    check_capture(args, MetaAttentionConfig())
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_documents", "message"),
+    [
+        ({"depth_capacity": 0.5, "depth_routing": "threshold"}, False, "depth_routing='top_k'"),
+        ({"depth_capacity": 0.5}, True, "depth_capacity without isolate_documents"),
+        # also where all of them enter
+        ({"depth_capacity": 1.0}, True, "depth_capacity without isolate_documents"),
+        ({"depth_capacity": 1.0, "depth_routing": "threshold"}, False, None),
+        ({"depth_capacity": 0.5}, False, None),
+        ({}, True, None),
+    ],
+)
+def test_a_graph_holds_blocks_that_tokens_pass_by_where_nobody_counts_these(
+    fields, has_documents, message
+):
+    args, config = SimpleNamespace(**USUAL), MetaAttentionConfig(**fields)
+    if message is None:
+        check_capture(args, config, has_documents)
+        return
+    with pytest.raises(ConfigError, match=f"{message}.*; leave --capture out"):
+        check_capture(args, config, has_documents)

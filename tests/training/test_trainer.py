@@ -25,7 +25,7 @@ from meta_attention.training.trainer import MetaAttentionTrainer
 TEXT = Corpus("test", [text[:700] for text in embedded_corpus().documents[:40]])
 TOKENIZER = build_tokenizer("bytes", TEXT)
 
-ECONOMY = ("target_cost", "settle_drop", "settle_steps")
+ECONOMY = ("target_cost", "cost_path", "settle_drop", "settle_steps")
 HARD = {
     "routing": "hard",
     "training_weights": "one_hot",
@@ -414,6 +414,14 @@ def test_a_loss_that_settles_begins_the_ramp_and_the_log_says_when(tmp_path):
 def test_targets_that_cannot_be_reached_are_refused(fields, target, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         build_trainer(tmp_path, build_model(**(HARD | fields)), target_cost=target)
+
+
+def test_a_path_is_of_the_layers_that_its_target_is_of(tmp_path):
+    layers = [["local"], ["full", "local"]]
+    model = build_model(**HARD, layer_experts=layers)
+    build_trainer(tmp_path, model, target_cost=0.5)
+    with pytest.raises(ConfigError, match="cost_path must have no static layers"):
+        build_trainer(tmp_path, model, target_cost=0.5, cost_path=0.6)
 
 
 def test_only_models_that_were_pressed_and_cost_what_they_may_compete(tmp_path):

@@ -153,7 +153,10 @@ def paper_costs(model: MetaAttentionForCausalLM) -> list[list[float]]:
 
 
 class UncertaintyTally:
-    """Uncertainty of every token of every routed layer, by every signal there is."""
+    """Uncertainty of every token of every routed layer, by every signal there is.
+
+    Of tokens that enter the layer's block, where others pass it by.
+    """
 
     def __init__(self) -> None:
         self.values: dict[int, dict[str, list[Tensor]]] = {}
@@ -161,7 +164,8 @@ class UncertaintyTally:
     def add(self, weights: Sequence[Tensor], concentrations: Sequence[Tensor | None]) -> None:
         """Count a batch: ``[B, T, E]`` per layer, None without a prior."""
         for index, (weight, concentration) in enumerate(zip(weights, concentrations, strict=True)):
-            if weight.shape[-1] == 1:
+            has_entered = weight.sum(dim=-1) > 0.0
+            if weight.shape[-1] == 1 or not has_entered.any():
                 continue
             posterior, names = (
                 (PointPosterior(weight), POINT_SIGNALS)
@@ -170,7 +174,8 @@ class UncertaintyTally:
             )
             layer = self.values.setdefault(index, {})
             for name in names:
-                layer.setdefault(name, []).append(uncertainty_of(posterior, name).flatten().cpu())
+                values = uncertainty_of(posterior, name)[has_entered]
+                layer.setdefault(name, []).append(values.cpu())
 
     def of(self, layer: int, signal: str) -> Tensor:
         """All values of a layer."""
@@ -251,7 +256,7 @@ def measure_gates(
 def _score_gated(
     model: MetaAttentionForCausalLM, blocks: Tensor, batch_size: int
 ) -> dict[str, float]:
-    nats, hard, routed, executed = 0.0, 0.0, 0, Flops()
+    nats, hard, routed, executed = 0.0, 0.0, 0.0, Flops()
     with evaluating(model):
         for ids in blocks.split(batch_size):
             ids = ids.to(model.device)
@@ -261,10 +266,10 @@ def _score_gated(
             for weights in out.routing_weights:
                 if weights.shape[-1] > 1:
                     hard += (weights.max(dim=-1).values == 1.0).sum().item()
-                    routed += weights[..., 0].numel()
+                    routed += (weights.sum(dim=-1) > 0.0).sum().item()
     N, T = blocks.shape
     return {
-        "hard_share": hard / max(routed, 1),
+        "hard_share": hard / max(routed, 1.0),
         "loss": nats / (N * (T - 1)),
         "attention_flops": relative_flops(model.config, executed, N, T)["attention"],
     }

@@ -31,7 +31,7 @@ from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransform
 from meta_attention.layers.attention import Rotation
 from meta_attention.layers.cache import DecodeStep
 from meta_attention.layers.entered import EnteredMemory, EnteredRows
-from meta_attention.layers.projections import positions_of
+from meta_attention.layers.projections import number_documents, positions_of
 from meta_attention.objective import mean_over_tokens
 from meta_attention.precision import KeepFloat32
 from meta_attention.routing import Routes
@@ -228,6 +228,9 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
             if memory is not None:
                 memory.count(None, T)
             return None
+        if document_ids is not None:
+            # as long as all are there: two of one number may have stood on both sides of another
+            document_ids = number_documents(document_ids, attention_mask)
         if position_ids is None:
             position_ids = self._positions(
                 attention_mask, document_ids, past_key_values, step, enters

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from meta_attention.config import Signal
 from meta_attention.controller import Posterior
+from meta_attention.depth import MixtureOfDepthsBlock
 from meta_attention.evaluation.forcing import attention_layers
+from meta_attention.layers import LayerOutput
 from meta_attention.routing.gate import uncertainty_of
 
 SIGNALS: tuple[str, ...] = get_args(Signal)
@@ -22,19 +24,26 @@ SIGNALS: tuple[str, ...] = get_args(Signal)
 def watch_beliefs(model: nn.Module) -> Iterator[dict[int, Posterior]]:
     """Posterior of every layer that has a choice, by index, of the last pass; filled as it runs.
 
-    Layers are counted as by ``forcing.attention_layers``, static ones included. Not for compiled
-    models.
+    Layers are counted as by ``forcing.attention_layers``, static ones included. Of tokens that
+    passed a block by, it is the prior. Not for compiled models.
     """
     beliefs: dict[int, Posterior] = {}
 
     def keep(index: int) -> Any:
-        def hook(controller: nn.Module, inputs: Any, posterior: Posterior) -> None:
-            beliefs[index] = posterior
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, LayerOutput):
+                beliefs[index] = output.posterior
+            elif not isinstance(output, Tensor):  # that of the other half of a block
+                beliefs[index] = output
 
         return hook
 
+    # their controllers see tokens that enter only, packed
+    blocks: dict[nn.Module, nn.Module] = {
+        m.attention: m for m in model.modules() if isinstance(m, MixtureOfDepthsBlock)
+    }
     handles = [
-        layer.controller.register_forward_hook(keep(index))
+        blocks.get(layer, layer.controller).register_forward_hook(keep(index))
         for index, layer in enumerate(attention_layers(model))
         if len(layer.expert_names) > 1
     ]

@@ -33,6 +33,7 @@ from meta_attention.controller import PointPosterior
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.evaluation.calibration import CalibrationTally
 from meta_attention.evaluation.routing import RoutedLayer
+from meta_attention.layers import BayesianMetaAttentionLayer
 
 
 class ForcedPosterior(PointPosterior):
@@ -124,7 +125,8 @@ def force_routes(model: nn.Module, routes: Mapping[int, Tensor]) -> Iterator[Non
     Args:
         model: A routed model, called with one batch of the shape of the routes.
         routes: By index of the layer, the index of the expert of every token ``[B, T]``, or of
-            every key-value head ``[B, T, G]`` where these have routes of their own.
+            every key-value head ``[B, T, G]`` where these have routes of their own. Not of blocks
+            that tokens may pass by.
     """
     with _standing_in(model, routes):
         yield
@@ -137,7 +139,15 @@ def _standing_in(model: nn.Module, experts: Mapping[int, int | Tensor]) -> Itera
     for index, expert in experts.items():
         if not 0 <= index < len(layers):
             raise ConfigError(f"layer must be below the model's {len(layers)}, got {index}")
-        names = layers[index].expert_names
+        layer, names = layers[index], layers[index].expert_names
+        is_packed = isinstance(layer, BayesianMetaAttentionLayer) and layer.config.may_skip(
+            layer.layer_idx
+        )
+        if is_packed and isinstance(expert, Tensor):
+            raise ConfigError(
+                f"routes by token must be of layers that every token enters, got {index}: others "
+                "see their tokens packed; force one expert on all, or leave the layer out"
+            )
         low, high = (expert, expert) if isinstance(expert, int) else _extremes(expert)
         if not 0 <= low <= high < len(names):
             raise ConfigError(

@@ -247,7 +247,7 @@ class RoutedCacheLayer(DynamicLayer):
 
 
 class EnteredCacheLayer(RoutedCacheLayer, EnteredRows):
-    """Cache of a layer that tokens may pass by; it grows with those that enter."""
+    """Cache of a layer that tokens may pass by; it grows by a step that some row enters."""
 
     def __init__(self, experts: Mapping[str, Expert], has_conv: bool = False) -> None:
         super().__init__(experts, has_conv)

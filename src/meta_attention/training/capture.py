@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
+from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import ConfigError, ShapeError
 
 # before one is captured: kernels are compiled and libraries have what they need
@@ -129,8 +130,16 @@ class CapturedSteps:
         return self._captured[is_logged]
 
 
-def check_capture(args: TrainingArguments) -> None:
-    """Raise unless steps can be captured."""
+def check_capture(
+    args: TrainingArguments, config: MetaAttentionConfig, has_documents: bool = False
+) -> None:
+    """Raise unless steps can be captured.
+
+    Args:
+        args: Trainer's own.
+        config: Of the model.
+        has_documents: Batches have ``document_ids``.
+    """
     problem = None
     if args.device.type != "cuda":
         problem = f"a CUDA device, got {args.device.type}"
@@ -142,5 +151,11 @@ def check_capture(args: TrainingArguments) -> None:
         problem = "precision bf16 or fp32, got fp16"
     elif args.gradient_checkpointing:
         problem = "no gradient checkpointing"
+    elif config.depth_capacity is not None and has_documents:
+        problem = "depth_capacity without isolate_documents, where tokens that enter are counted"
+    elif config.depth_capacity not in (None, 1.0) and config.depth_routing == "threshold":
+        problem = (
+            "depth_routing='top_k': how many tokens are above a threshold changes from step to step"
+        )
     if problem is not None:
         raise ConfigError(f"captured steps must have {problem}; leave --capture out")

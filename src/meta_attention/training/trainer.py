@@ -96,8 +96,7 @@ class MetaAttentionTrainer(LastingTrainer):
         self.cost_weight = cost_weight
         self._steers_cost_weight = config.controller == "prior_free"
         self._is_hard = config.routing == "hard"
-        # an adapted model has blocks of its own
-        self._depth_weight = getattr(config, "depth_weight", 0.0)
+        self._depth_weight = config.depth_weight
         schedules = (self.kl_weight, self.cost_weight, self.uncertainty_threshold)
         self.economy = Economy(
             num_steps=max(1, args.max_steps),
@@ -141,12 +140,7 @@ class MetaAttentionTrainer(LastingTrainer):
         self._names: tuple[str, ...] = ()
         self.captured: CapturedSteps | None = None
         if capture:
-            check_capture(args)
-            if getattr(config, "depth_capacity", None) and config.depth_routing == "threshold":
-                raise ConfigError(
-                    "captured steps must have depth_routing='top_k': how many tokens are above a "
-                    "threshold changes from step to step; leave --capture out"
-                )
+            check_capture(args, config, getattr(train_dataset, "isolate_documents", False))
             self.captured = CapturedSteps(model.parameters())
         # task loss, routed and projected cost since the economy last looked
         self._watched = torch.zeros(3)
@@ -198,6 +192,11 @@ class MetaAttentionTrainer(LastingTrainer):
         costs = [layer for layer in self._tally.costs if len(layer) > 1]
         if not costs:
             raise ConfigError("target_cost must have a layer to route in, but all are static")
+        if self.economy.path is not None and len(costs) < len(self._tally.costs):
+            raise ConfigError(
+                "cost_path must have no static layers: what is believed is known of all layers "
+                "together, and the target is of the routed ones; leave it out"
+            )
         lowest = sum(map(min, costs)) / len(costs)
         highest = sum(map(max, costs)) / len(costs)
         if not lowest < target < highest:

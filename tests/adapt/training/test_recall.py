@@ -162,6 +162,15 @@ def test_the_shortest_blocks_can_be_changed(seed, make):
         assert block["input_ids"].shape == (length,)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_window_of_nearly_the_whole_block_leaves_room_for_facts(seed, make):
+    """Less than the share that facts may take lies beyond it."""
+    window = 1150
+    for ids in of_kind(make(Counting(12, 1300), window=window, seed=seed), "facts"):
+        assert ids.shape == (1300,)
+        assert 0 < (ids < 1000).sum() < 1300 - window
+
+
 def test_the_window_is_the_narrowest():
     model = adapt(build_base("llama"), experts=("full", "local:12", "local"), window_size=4)
     assert narrowest_window(model) == 4

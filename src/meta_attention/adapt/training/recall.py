@@ -160,7 +160,9 @@ class RecallBlocks(Dataset[dict[str, Tensor]]):
 
     def _facts(self, text: Ids, random: np.random.Generator) -> Ids:
         """Lines among the text that tell something, and later ones that ask for it."""
-        pairs = self.lines.draw(random, int(FACTS * len(text)))
+        # so much text is left that what is asked for lies beyond the window
+        most = min(int(FACTS * len(text)), len(text) - self.window - 1)
+        pairs = self.lines.draw(random, most)
         lines = [line for pair in pairs for line in pair]
         size = len(text) - sum(map(len, lines))
         cuts = [place for _ in pairs for place in self._places(size, random)]

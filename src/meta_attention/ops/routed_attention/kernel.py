@@ -135,8 +135,9 @@ def _marks_of(mask: Tensor, num_sinks: int) -> _Marks:
     documents = marks.cummax(dim=1).values
     position = torch.arange(marks.shape[1], device=marks.device, dtype=torch.int32).expand_as(marks)
     changes = documents[:, 1:] != documents[:, :-1]
-    first = torch.cat([torch.ones_like(changes[:, :1]), changes], dim=1)[:, : marks.shape[1]]
-    last = torch.cat([changes, torch.ones_like(changes[:, :1])], dim=1)[:, : marks.shape[1]]
+    # of the marks: a single key has no change
+    edge = torch.ones_like(marks[:, :1], dtype=torch.bool)
+    first, last = torch.cat([edge, changes], dim=1), torch.cat([changes, edge], dim=1)
     starts = torch.where(first, position, 0).cummax(dim=1).values
     ends = torch.where(last, position + 1, marks.shape[1])
     ends = ends.flip(1).cummin(dim=1).values.flip(1)
