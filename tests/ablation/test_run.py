@@ -50,6 +50,19 @@ def test_a_run_leaves_its_settings_its_curves_and_its_figures(job_of):
     assert result["hard"]["loss"] == pytest.approx(trained["task_loss"], rel=1e-5)
 
 
+def test_a_composition_is_trained_and_measured_like_any_other(job_of):
+    variants = {variant.name: variant for variant in EXPERIMENTS["composition"].variants}
+    plain, deep = (execute(job_of(variants[name], name)) for name in ("with-ssm", "with-all-three"))
+    assert deep["parameters"] > plain["parameters"]
+    # half of the tokens pass the second of two blocks by
+    entered = [sum(layer["share"].values()) for layer in deep["hard"]["layers"]]
+    assert entered[0] == pytest.approx(1.0)
+    assert 0.0 <= entered[1] < 0.99
+    assert deep["hard"]["forced"]["regret"] is not None
+    gates = deep["gates"]["mean_entropy"]
+    assert gates[0]["hard_share"] <= gates[-1]["hard_share"] <= 1.0
+
+
 def test_the_same_seed_gives_the_same_figures_and_another_does_not(job_of):
     one, same = execute(job_of("bayesian-sampled", "a")), execute(job_of("bayesian-sampled", "b"))
     other = execute(job_of("bayesian-sampled", "c", seed=1))
