@@ -13,15 +13,13 @@ attention alone: the less a step costs otherwise, the more of it this is.
 import argparse
 import gc
 import json
-import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from bench_training_step import machine
 from rich.console import Console
 from rich.table import Table
 
@@ -172,22 +170,6 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
             "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}",
         )
     Console(width=120).print(table)
-
-
-def machine(device: str) -> dict[str, str | None]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit.stdout.strip() or None,
-    }
 
 
 def main() -> None:
