@@ -14,12 +14,11 @@ import argparse
 import gc
 import json
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_training_step import machine
+from bench_training_step import machine, peak_mib, time_steps
 from rich.console import Console
 from rich.table import Table
 
@@ -75,32 +74,12 @@ def measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         model.compile()
     torch.manual_seed(1)
     ids = torch.randint(args.vocabulary, (args.batch_size, args.length), device=args.device)
-
-    def step() -> torch.Tensor:
-        with torch.autocast(args.device, dtype=torch.bfloat16, enabled=args.bf16):
-            loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    losses = [step().item() for _ in range(args.warmup)]
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(args.steps):
-        if is_cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        if is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+    losses, seconds = time_steps(model, optimiser, ids, args)
     assert losses[-1] < losses[0], f"{variant}: the loss did not fall: {losses}"
     return {
         "first_loss": losses[0],
         "seconds": seconds,
-        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if is_cuda else None,
+        "peak_mib": peak_mib(args),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
 

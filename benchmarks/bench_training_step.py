@@ -62,6 +62,27 @@ def measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         for block in model.model.layers:
             block.compile()
     ids = torch.randint(args.vocabulary, (args.batch_size, args.length), device=args.device)
+    losses, seconds = time_steps(model, optimiser, ids, args)
+    assert losses[-1] < losses[0], f"{variant}: the loss did not fall: {losses}"
+    median = statistics.median(seconds)
+    return {
+        "variant": variant,
+        "compile": args.compile,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "step_ms": median * 1e3,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "tokens_per_s": args.batch_size * args.length / median,
+        "peak_mib": peak_mib(args),
+    }
+
+
+def time_steps(
+    model: MetaAttentionForCausalLM,
+    optimiser: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    args: argparse.Namespace,
+) -> tuple[list[float], list[float]]:
+    """Losses of the steps before the clock starts, and seconds of those it measures."""
     is_cuda = args.device == "cuda"
 
     def step() -> torch.Tensor:
@@ -73,7 +94,6 @@ def measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         return loss.detach()
 
     losses = [step().item() for _ in range(args.warmup)]
-    assert losses[-1] < losses[0], f"{variant}: the loss did not fall: {losses}"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
@@ -85,16 +105,12 @@ def measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
         if is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds)
-    return {
-        "variant": variant,
-        "compile": args.compile,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "step_ms": median * 1e3,
-        "spread": (max(seconds) - min(seconds)) / median,
-        "tokens_per_s": args.batch_size * args.length / median,
-        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if is_cuda else None,
-    }
+    return losses, seconds
+
+
+def peak_mib(args: argparse.Namespace) -> float | None:
+    """Of the steps that were timed last."""
+    return torch.cuda.max_memory_allocated() / 2**20 if args.device == "cuda" else None
 
 
 def measure_loader(args: argparse.Namespace) -> float:
