@@ -64,7 +64,7 @@ class CapturedStep:
             parameter.grad = None
         torch.cuda.synchronize(device)
         self.graph = torch.cuda.CUDAGraph()
-        # the data loader pins memory in a thread of its own meanwhile, which is no part of a step
+        # a data loader may pin memory in a thread of its own meanwhile, which is no part of a step
         recording = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
         with torch.cuda.device(device), recording:
             kl_weight, cost_weight = self.weights.unbind()
