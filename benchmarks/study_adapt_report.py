@@ -32,6 +32,7 @@ FAMILIES = {
             ("token", "token"),
             ("key-value head", "key-value head"),
             ("wide key-value head", "key-value head among three experts"),
+            ("wide key-value head, tilted", "key-value head among three experts, by its cost"),
         )
     },
     "prior-free": "a router trained without a prior",

@@ -31,6 +31,7 @@ from meta_attention.adapt import (
 )
 from meta_attention.adapt.adaptation import Way
 from meta_attention.adapt.adapters import CARD_FILE
+from meta_attention.adapt.training.settings import KL_WEIGHT
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.forcing import ForcedController, ForcedPosterior
 
@@ -126,6 +127,7 @@ SCALES = {
     ),
 }
 
+SMALL_KL_WEIGHT = replace(KL_WEIGHT, end=KL_WEIGHT.end / 10)
 TARGETS = (0.1, 0.15, 0.2, 0.25, 0.3)
 BY_HEAD = {"route_granularity": "kv_head"}
 WIDE = BY_HEAD | {"is_wide": True}
@@ -136,7 +138,17 @@ TRAININGS: dict[str, dict[str, Any]] = {
     # three experts: full attention, a wide window and the window
     **{f"kv-head-wide-{cost:g}": WIDE | {"target_cost": cost} for cost in TARGETS[1:]},
     "prior-free-0.2": {"target_cost": 0.2, "controller": "prior_free"},
-    "prior-free-kv-head-wide-0.2": WIDE | {"target_cost": 0.2, "controller": "prior_free"},
+    **{
+        f"prior-free-kv-head-wide-{cost:g}": WIDE
+        | {"target_cost": cost, "controller": "prior_free"}
+        for cost in (0.2, 0.25)
+    },
+    # pressed by the cost, with a KL that is small enough to leave routes certain
+    **{
+        f"tilted-kv-head-wide-{cost:g}": WIDE
+        | {"target_cost": cost, "cost_weight": KL_WEIGHT, "kl_weight": SMALL_KL_WEIGHT}
+        for cost in (0.2, 0.25)
+    },
     "token-lora-0.2": {"target_cost": 0.2, "lora_rank": 8},
     "kv-head-lora-0.2": BY_HEAD | {"target_cost": 0.2, "lora_rank": 8},
     "kv-head-wide-lora-0.2": WIDE | {"target_cost": 0.2, "lora_rank": 8},
@@ -217,6 +229,7 @@ def derived_variants(scale: Scale, name: str) -> list[Variant]:
         return [Variant(name, "static + LoRA", adapter=name)]
     kind = "key-value head" if training.get("route_granularity") == "kv_head" else "token"
     kind = f"wide {kind}" if training.get("is_wide") else kind
+    kind += ", tilted" if "cost_weight" in training else ""
     is_prior_free = training.get("controller") == "prior_free"
     family = f"ours, {kind}"
     if is_prior_free:

@@ -148,10 +148,13 @@ class Training:
     def _turn_knobs(self) -> None:
         """What changes from step to step, where a captured step reads it."""
         scale, step = self.scale, self.steps_done
-        weight = self.economy.multiplier * self.economy.value(self.economy.pressure, step)
-        is_bayesian = self.variant.controller == "bayesian"
-        self.knobs["kl_weight"].fill_(weight if is_bayesian else 0.0)
-        self.knobs["cost_weight"].fill_(0.0 if is_bayesian else weight)
+        pressure = self.economy.value(self.economy.pressure, step)
+        weights = {"kl_weight": self.economy.multiplier * pressure, "cost_weight": 0.0}
+        if self.variant.presses_cost:
+            kl_weight = scale.certainty * scale.kl_weight * pressure / scale.cost_weight
+            weights = {"kl_weight": kl_weight, "cost_weight": weights["kl_weight"]}
+        for name, weight in weights.items():
+            self.knobs[name].fill_(weight)
         is_held = self.variant.target is not None and self.economy.has_begun(step)
         self.knobs["hold"].fill_(scale.hold if is_held else 0.0)
         rates = {"lr": learning_rate(scale, step)}

@@ -56,6 +56,7 @@ class Scale:
     ramp: float = 0.1  # share of the steps in which the pressure rises to these weights
     kl_weight: float = 0.02
     cost_weight: float = 0.2
+    certainty: float = 0.1  # share of kl_weight that is left where the cost is pressed instead
     router_lr: float = 3.0  # of controllers, which begin late, as a multiple of lr
     hold: float = 1.0  # weight of falling below the target; see Training.below_target
     short_conv: int = 3  # taps of the convolution before attention, 0 for none
@@ -157,7 +158,8 @@ class Variant:
     Args:
         pattern: A letter per layer, repeated, of ``EXPERTS``: F full, L local, R routed among the
             paper's three experts, S among the two of softmax, and so on.
-        controller: Of the routed layers; a prior-free one is pressed by its cost.
+        controller: Of the routed layers; a prior-free one is pressed by its cost, the other by the
+            KL.
         target: Share of full attention's cost that routed layers are steered to.
         granularity: What has a route of its own.
         gradient: ``"chosen"`` trains with the kernels of hard routing, ``"all"`` runs all experts.
@@ -166,6 +168,9 @@ class Variant:
         is_early: As it is from the first step on, without a beginning on full attention.
         is_blind: Controllers do not see tokens: what they learn is one route for a layer, or for
             each of its heads.
+        is_tilted: A Bayesian controller is pressed by its cost, too, and the KL keeps a small
+            weight. For weights of a softmax that is a prior tilted against what is dear, which may
+            be as strong as it must without making routes uncertain.
         depth_capacity: Share of tokens that enter every other block.
         residual: What blocks read of those before them.
     """
@@ -179,6 +184,7 @@ class Variant:
     widen: int = 1
     is_early: bool = False
     is_blind: bool = False
+    is_tilted: bool = False
     depth_capacity: float | None = None
     residual: ResidualName = "sum"
 
@@ -193,11 +199,16 @@ class Variant:
     def is_routed(self) -> bool:
         return any(len(EXPERTS[letter]) > 1 for letter in self.pattern)
 
+    @property
+    def presses_cost(self) -> bool:
+        """Whether routes are made cheap by the weight of their cost, not of the KL."""
+        return self.controller == "prior_free" or self.is_tilted
+
     def pressure(self, scale: Scale) -> Schedule:
         """Schedule of the weight that makes routes cheap."""
         if not self.is_routed:
             return Schedule.constant(0.0)
-        weight = scale.kl_weight if self.controller == "bayesian" else scale.cost_weight
+        weight = scale.cost_weight if self.presses_cost else scale.kl_weight
         begin = scale.first_steps / scale.steps
         return Schedule.parse(f"0->{weight}@{begin}:{begin + scale.ramp}")
 
@@ -316,6 +327,7 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     "sparse": lambda v: replace(v, gradient="chosen"),
     "thompson": lambda v: replace(v, draw="sample"),
     "argmax": lambda v: replace(v, draw="mean"),
+    "tilted": lambda v: replace(v, is_tilted=True),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),

@@ -398,3 +398,15 @@ def test_a_blind_controller_has_one_route_for_each_head(cache):
     out = training.model.eval()(training.batch(), use_cache=False, output_routing=True)
     weights = out.concentrations[3]  # [B, T, G, E]
     torch.testing.assert_close(weights, weights[:1, :1].expand_as(weights))
+
+
+def test_a_tilted_variant_is_steered_by_its_cost_and_keeps_a_small_kl(cache):
+    variant = find_variant("bayes-global-kv_head-0.2-tilted")
+    scale = SCALES["tiny"].with_changes(["steps=40", "routed_from=0", "ramp=0"])
+    training = Training(cache, variant, scale, seed=0, device="cpu")
+    training.window()
+    training._turn_knobs()
+    assert training.economy.multiplier > 1.0  # it begins on full attention
+    weights = {name: training.knobs[name].item() for name in ("kl_weight", "cost_weight")}
+    assert weights["kl_weight"] == pytest.approx(scale.certainty * scale.kl_weight)
+    assert weights["cost_weight"] == pytest.approx(scale.cost_weight * training.economy.multiplier)

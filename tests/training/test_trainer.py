@@ -349,11 +349,13 @@ def test_plaintraining_arguments_are_enough(tmp_path):
     assert trainer.train().global_step == 2
 
 
-@pytest.mark.parametrize("controller", ["bayesian", "prior_free"])
-def test_the_cost_is_steered_to_the_target(controller, tmp_path):
+@pytest.mark.parametrize(
+    ("controller", "weight"),
+    [("bayesian", "kl_weight"), ("bayesian", "cost_weight"), ("prior_free", "cost_weight")],
+)
+def test_the_cost_is_steered_to_the_target(controller, weight, tmp_path):
     """Text so short needs no full attention: what is left of it, the pressure takes."""
     model = build_model(**HARD, controller=controller)
-    weight = {"bayesian": "kl_weight", "prior_free": "cost_weight"}[controller]
     trainer = build_trainer(
         tmp_path,
         model,
@@ -378,6 +380,8 @@ def test_the_cost_is_steered_to_the_target(controller, tmp_path):
         assert row["target_cost"] == 0.5
         schedule = Schedule(0.0, 0.05, 0.25, 0.5).at(row["step"] - 1, 80)
         assert row[weight] == pytest.approx(schedule * row["multiplier"])
+        if weight == "cost_weight":
+            assert row["kl_weight"] == model.config.kl_weight  # not steered
         parts = row["task_loss"] + row["kl_loss"] + row["cost_loss"]
         assert row["loss"] == pytest.approx(parts, abs=1e-5)
     assert rows[-1]["routed_cost"] < 0.9

@@ -121,7 +121,7 @@ def adapt(
     loss: Annotated[Loss | None, _flag("what to lower, see below; default distill")] = None,
     kl_weight: Annotated[str | None, _flag("weight of the KL: a schedule, see below")] = None,
     cost_weight: Annotated[
-        str | None, _flag("weight of the cost, for a prior_free controller: a schedule")
+        str | None, _flag("weight of the cost: a schedule; default: prior_free only")
     ] = None,
     hold: Annotated[
         float | None, _flag("weight of what keeps the cost from falling below its target", min=0.0)

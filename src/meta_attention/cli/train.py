@@ -61,7 +61,7 @@ schedules:
   "0->0.1@2000s:3000s" rises between these steps. "0->0.1@settled+500s" waits until the task loss
   has settled, then rises for 500 steps ("settled+0.2": for a fifth of training). Settled: its mean
   over --settle-steps fell by less than --settle-drop. A run that never settles rises at its end.
-  --cost-weight likewise, for a prior_free controller.
+  --cost-weight likewise; a prior_free controller has nothing else to make it cheap.
   --uncertainty-threshold likewise: a token below it is hard, so a rising one makes tokens hard.
 
 \b
@@ -69,8 +69,9 @@ target cost:
   --target-cost 0.2 asks for hard routes that cost 20% of what full attention costs in the routed
   layers: FLOPs of scores and values at the training length, without projections and controller
   (or whatever --expert-costs says). From when --kl-weight begins to rise, it is multiplied by what
-  brings the cost there, between 1/100 and 100; for a prior_free controller, --cost-weight is. A
-  model that needs less than that costs less: nothing makes routes dearer than they are of use.
+  brings the cost there, between 1/100 and 100; where there is a --cost-weight, that is, and the
+  KL keeps its own. A model that needs less than that costs less: nothing makes routes dearer than
+  they are of use.
   metrics.jsonl has routed_cost, target_cost and multiplier. The best model is then the best of
   those at most 10% above the target.
 """
@@ -200,7 +201,7 @@ def train(
     ] = None,
     cost_weight: Annotated[
         str | None,
-        _flag("weight of the projected cost, for a prior_free controller: a schedule, see below"),
+        _flag("weight of the projected cost: a schedule, see below; default: prior_free only"),
     ] = None,
     target_cost: Annotated[
         float | None,

@@ -5,8 +5,8 @@ replayed, they take what the device needs. Shapes are fixed, and all that change
 is read from tensors; drawn routes differ from replay to replay as they do from step to step.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,9 @@ class StepResult:
     loss: Tensor  # []
     names: tuple[str, ...]  # of the figures
     figures: Tensor  # [F], no gradient
-    out: Any  # of the model
+    weights: Sequence[Tensor] | None  # of the routes as believed, by layer, if they are logged
+    concentrations: Sequence[Tensor | None] | None  # likewise
+    out: Any  # of the model; None: replayed
 
 
 # inputs, tokens predicted in the batch, weights of the KL and of the cost
@@ -68,8 +70,10 @@ class CapturedStep:
         recording = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
         with torch.cuda.device(device), recording:
             kl_weight, cost_weight = self.weights.unbind()
-            self.result = objective(self.inputs, self.num_items, kl_weight, cost_weight)
-            self.result.loss.backward()
+            result = objective(self.inputs, self.num_items, kl_weight, cost_weight)
+            result.loss.backward()
+        # what autograd recorded must go: a plain step would be tied to the stream of this one
+        self.result = replace(result, loss=result.loss.detach(), out=None)
         self.gradients = [(parameter, parameter.grad) for parameter in learning]
 
     def __call__(

@@ -60,8 +60,8 @@ class MetaAttentionTrainer(LastingTrainer):
         uncertainty_threshold: Threshold of gated routing, likewise; a rising one makes tokens hard.
         cost_weight: Weight of the projected cost, likewise.
         target_cost: What hard routes shall cost in evaluation, as a share of full attention's cost
-            in the routed layers; steers ``kl_weight``, or ``cost_weight`` where there is no prior.
-            See :class:`Economy`.
+            in the routed layers; steers ``cost_weight`` where it is not 0, else ``kl_weight``. See
+            :class:`Economy`.
         cost_path: Lead the cost to its target along a path; likewise.
         settle_drop: When the task loss counts as settled, for schedules that wait for it; see
             :class:`Economy`.
@@ -94,7 +94,8 @@ class MetaAttentionTrainer(LastingTrainer):
             value = config.cost_weight if cost_weight is None else cost_weight
             cost_weight = Schedule.constant(value)
         self.cost_weight = cost_weight
-        self._steers_cost_weight = config.controller == "prior_free"
+        # a KL beside a cost keeps its weight: it says how certain routes may be, not how cheap
+        self._steers_cost_weight = cost_weight.end > 0.0 or config.controller == "prior_free"
         self._is_hard = config.routing == "hard"
         self._depth_weight = config.depth_weight
         schedules = (self.kl_weight, self.cost_weight, self.uncertainty_threshold)
@@ -241,7 +242,7 @@ class MetaAttentionTrainer(LastingTrainer):
             weights["cost_weight"],
             is_logged=is_logged,
         )
-        self._end_step(step, inputs, is_logged)
+        self._end_step(step, inputs)
         return (step.loss, step.out) if return_outputs else step.loss
 
     def training_step(
@@ -261,8 +262,8 @@ class MetaAttentionTrainer(LastingTrainer):
         self._begin_step(model)
         weights = self._weights
         step = replay(inputs, num_items_in_batch, weights["kl_weight"], weights["cost_weight"])
-        self._end_step(step, inputs, is_logged)
-        return step.loss.detach()
+        self._end_step(step, inputs)
+        return step.loss
 
     def _begin_step(self, model: nn.Module) -> bool:
         """What the host decides before a step; whether it is logged."""
@@ -319,9 +320,13 @@ class MetaAttentionTrainer(LastingTrainer):
         others = {name: value / parts for name, value in getattr(out, "figures", {}).items()}
         figures |= others
         values = torch.stack([value.detach() for value in figures.values()])
-        return StepResult(loss, tuple(figures), values, out)
+        weights = concentrations = None
+        if is_logged:
+            weights = [weights.detach() for weights in self._believed_weights(out)]
+            concentrations = [c if c is None else c.detach() for c in out.concentrations]
+        return StepResult(loss, tuple(figures), values, weights, concentrations, out)
 
-    def _end_step(self, step: StepResult, inputs: Mapping[str, Tensor], is_logged: bool) -> None:
+    def _end_step(self, step: StepResult, inputs: Mapping[str, Tensor]) -> None:
         """Take note of a step."""
         self._names = step.names
         self._parts = step.figures + (0.0 if self._parts is None else self._parts)
@@ -331,8 +336,8 @@ class MetaAttentionTrainer(LastingTrainer):
             watched = torch.stack([figures[name] for name in names])
             self._watched = self._watched.to(watched) + watched
         self._num_tokens += inputs["input_ids"].numel()
-        if is_logged:
-            self._tally.add(self._believed_weights(step.out), None, step.out.concentrations)
+        if step.weights is not None:
+            self._tally.add(step.weights, None, step.concentrations)
 
     def _believed_weights(self, out: Any) -> Sequence[Tensor]:
         """Routing weights without the noise of a training sample."""
