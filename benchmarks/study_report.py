@@ -24,14 +24,14 @@ FAMILIES = {
 }
 
 
-def report(runs: Path) -> dict[str, list[Row]]:
-    """Print a table per scale, write ``report.json`` and ``frontier-SCALE.png``."""
-    rows = summarise(read_results(runs))
+def report(folders: Sequence[Path]) -> dict[str, list[Row]]:
+    """Print a table per scale, write ``report.json`` and ``frontier-SCALE.svg`` to the first."""
+    rows = summarise([result for runs in folders for result in read_results(runs)])
     for scale, of_scale in rows.items():
         print_table(scale, of_scale)
-        draw_frontier(of_scale, runs / f"frontier-{scale}.png")
-    (runs / "report.json").write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"written: {runs / 'report.json'}")
+        draw_frontier(of_scale, folders[0] / f"frontier-{scale}.svg")
+    (folders[0] / "report.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"written: {folders[0] / 'report.json'}")
     return rows
 
 
@@ -190,7 +190,11 @@ def _families(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def draw_frontier(rows: Sequence[Row], path: Path) -> None:
-    """Loss against counted FLOPs, and against times that were measured alone."""
+    """Loss against counted FLOPs, and against times that were measured alone.
+
+    Where the hybrid is there, as a distance to that of the same seed: seeds differ by more than
+    variants do. Variants that have no seed in common with it are left out.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -208,15 +212,16 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> None:
         f"prefill of {longest} tokens, ms": lambda row: row["prefill_ms"].get(longest),
     }
     known = {label: read for label, read in measures.items() if any(map(read, rows))}
+    is_paired = any(row["variant"] == REFERENCE for row in rows)
     figure, axes = plt.subplots(
-        1, len(known), figsize=(6.5 * len(known), 5.5), sharey=True, layout="constrained"
+        1, len(known), figsize=(6.5 * len(known), 6), sharey=True, layout="constrained"
     )
     for axis, (label, read) in zip(np.atleast_1d(axes), known.items(), strict=True):
         for family, of_family in _families(rows).items():
             points = [
-                (x, row["loss"], row["variant"])
+                (x, y, row["variant"])
                 for row in of_family
-                if (x := read(row)) is not None
+                if (x := read(row)) is not None and (y := _height(row, is_paired)) is not None
             ]
             colour, marker = FAMILIES[family]
             axis.errorbar(
@@ -231,7 +236,7 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> None:
             )
             for x, y, name in points:
                 axis.annotate(
-                    name.removeprefix(f"{family}-"),
+                    f"{name.removeprefix(f'{family}-')} ({y['n']})",
                     (x["mean"], y["mean"]),
                     xytext=(5, 3),
                     textcoords="offset points",
@@ -242,8 +247,21 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> None:
         axis.grid(alpha=0.3)
     first = np.atleast_1d(axes)[0]
     first.set_xscale("log")
-    first.set_ylabel("validation loss, nats per token")
+    name = f"loss minus that of {REFERENCE}, same seed" if is_paired else "validation loss"
+    if is_paired:
+        first.set_yscale("symlog", linthresh=0.01)
+    first.set_ylabel(f"{name}, nats per token (number of seeds)")
     first.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     print(f"written: {path}")
+
+
+def _height(row: Row, is_paired: bool) -> Row | None:
+    """Where a variant is drawn."""
+    if not is_paired:
+        return row["loss"]
+    if row["variant"] == REFERENCE:
+        return {"mean": 0.0, "interval": 0.0, "n": row["loss"]["n"]}
+    return row["beyond_hybrid"]

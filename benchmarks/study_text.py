@@ -194,7 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.set_defaults(call=export_run)
 
     command = commands.add_parser("report", help="table, report.json and plots")
-    command.add_argument("--runs", type=Path, required=True)
+    command.add_argument("--runs", type=Path, nargs="+", required=True, help="written to the first")
     command.set_defaults(call=lambda args: not study_report.report(args.runs))
     return parser
 
