@@ -65,7 +65,7 @@ def score(
     batch_size = max(1, scale.batch_size * scale.length // length)
     by_corpus: dict[str, Tensor] = {}  # nats at each position [T - 1]
     tally = RoutingTally.of(model)
-    attention, controller, num_sequences = 0.0, 0.0, 0
+    total, num_sequences = Flops(), 0  # of a sequence, by corpus
     for name, text in texts.items():
         nats = torch.zeros(length - 1, dtype=torch.float64, device=device)
         blocks = text[: len(text) // length * length].view(-1, length).long()  # [N, T]
@@ -81,8 +81,7 @@ def score(
             tally.add(out.routing_weights, None, out.concentrations)
             executed += count_model(model.config, out.routing_weights)
         by_corpus[name] = nats / len(blocks)
-        attention += executed.attention / len(blocks)
-        controller += executed.controller / len(blocks)
+        total += executed.per(len(blocks))
         num_sequences += len(blocks)
     if not by_corpus:
         raise DataError(
@@ -90,18 +89,19 @@ def score(
         )
     # corpora count the same, however long
     by_position = torch.stack(list(by_corpus.values())).mean(dim=0)
-    attention, controller = attention / len(by_corpus), controller / len(by_corpus)
-    full = count_full(model.config, length).attention
+    total = total.per(len(by_corpus))
+    full = count_full(model.config, length)
     return {
         "length": length,
         "sequences": num_sequences,
         "loss": by_position.mean().item(),
         "loss_by_corpus": {name: loss.mean().item() for name, loss in by_corpus.items()},
         "loss_by_position": in_buckets(by_position.tolist()),
-        "attention_flops_per_token": attention / length,
-        # shares of what attention costs where every layer is full
-        "attention_flops": attention / full,
-        "attention_and_controller_flops": (attention + controller) / full,
+        "attention_flops_per_token": total.attention / length,
+        # shares of what attention costs where every layer is full, and of what such a model does
+        "attention_flops": total.attention / full.attention,
+        "attention_and_controller_flops": (total.attention + total.controller) / full.attention,
+        "model_flops": total.model / (full.model - full.residuals),
         "routing": tally.summary().to_dict(),
     }
 

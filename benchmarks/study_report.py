@@ -76,6 +76,8 @@ def _row(name: str, runs: Sequence[Row]) -> Row:
         "loss": figure([run["hard"]["loss"] for run in runs]),
         "soft_gap": figure([run["hard"]["loss"] - run["soft"]["loss"] for run in runs]),
         "attention_flops": figure([run["hard"]["attention_flops"] for run in runs]),
+        # runs of before it was counted do not have it
+        "model_flops": figure([run["hard"].get("model_flops") for run in runs]),
         "adaptivity": figure([run["hard"]["routing"]["adaptivity"] for run in runs]),
         "collapsed_layers": figure(
             [sum(map(len, run["hard"]["routing"]["collapsed_layers"].values())) for run in runs]
@@ -142,6 +144,7 @@ def print_table(scale: str, rows: Sequence[Row]) -> None:
     columns = ["variant", "seeds", "M params", "loss", "vs static", "vs 1:5", "hard - soft"]
     columns += [
         "attn FLOPs",
+        "all FLOPs",
         "adaptivity",
         "collapsed",
         "step ms",
@@ -161,6 +164,7 @@ def print_table(scale: str, rows: Sequence[Row]) -> None:
             _cell(row["beyond_hybrid"], 4, sign="+"),
             _cell(row["soft_gap"], 4),
             _cell(row["attention_flops"], 3),
+            _cell(row["model_flops"], 3),
             _cell(row["adaptivity"], 3),
             _cell(row["collapsed_layers"], 1),
             step,

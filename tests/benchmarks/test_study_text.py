@@ -103,6 +103,20 @@ def test_static_variants_cost_what_their_layers_do(cache):
         assert shares[name] == pytest.approx(share + (1.0 - share) * local)
 
 
+def test_what_tokens_pass_by_is_missing_from_the_operations_of_the_model(cache):
+    scale = SCALES["tiny"]
+    shares = {}
+    for name in ("full", "full-residuals", "full-depth"):
+        training = study_run.Training(cache, find_variant(name), scale, 0, "cpu")
+        with torch.no_grad():
+            shares[name] = study_evaluation.score(
+                training.model.eval(), cache.tokens("valid", "cpu"), scale, scale.length
+            )["model_flops"]
+    assert shares["full"] == pytest.approx(1.0)
+    assert 1.0 < shares["full-residuals"] < 1.2
+    assert shares["full-depth"] < 0.9
+
+
 def test_a_run_that_was_cut_off_goes_on_as_an_unbroken_one(cache, tmp_path, monkeypatch):
     def run(out):
         return study_run.run(cache, out, "bayes-all-token-0.2-early", 0, "tiny", changes=[STEPS])
