@@ -340,12 +340,20 @@ def time_variants(
         model = load_variant(cache, base, out, scale, source_of(variant, scale))
         with in_force(model, variant):
             rows = time_adapted(
-                model, text, scale.lengths, decode_batch=scale.decode_batch, clock=clock
+                model,
+                text,
+                scale.lengths,
+                prefill_batches=scale.prefill_batches,
+                decode_batch=scale.decode_batch,
+                clock=clock,
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         figures = {"device": _device_name(model), "dtype": str(model.dtype), "rows": rows}
         path.write_text(json.dumps(figures, indent=1) + "\n")
-        shown = [f"{r['phase']} {r['cache']} {r['length']}: {r['speedup']:.2f} x" for r in rows]
+        shown = [
+            f"{r['phase']} {r['cache']} {r['batch']} x {r['length']}: {r['speedup']:.2f} x"
+            for r in rows
+        ]
         say(f"{name}: {'; '.join(shown)}")
         del model
     return 0

@@ -206,8 +206,8 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
             f"{row['accuracy']['several']:.2f}",
             " / ".join(f"{value:.2f}" for value in row["log_probability"].values()),
             _cell(row["retrieval_of_base"], ".0%"),
-            _cell(speedup_of(row, "prefill"), ".2f"),
-            _cell(speedup_of(row, "decode"), ".2f"),
+            _times(speedups_of(row, "prefill")),
+            _times(speedups_of(row, "decode")),
             "met" if row["meets_targets"] else "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -225,8 +225,8 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         "Attention FLOPs: scores and values of the executed routes, as a share of the base's. Loss "
         "increase: nats per token over the base. One fact, one of several: share of the codes "
         "hidden in the text that are told right, and the log-probability of both. Of base: mean of "
-        "both as a share of the base's. Prefill, decode: times as fast as the base, measured; "
-        "decode in batches, both with the kind of cache that suits them best. Targets: at most "
+        "both as a share of the base's. Prefill, decode: times as fast as the base, measured, "
+        "by rows of the batch; both with the kind of cache that suits them best. Targets: at most "
         f"{MOST_ATTENTION:.0%} of the attention, at most {MOST_LOSS} nats, at least "
         f"{LEAST_RETRIEVAL:.0%} of the base's answers. Better by: loss of the family at the same "
         "cost, between its points on a straight line (the window and the base are ends of "
@@ -237,16 +237,23 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def speedup_of(row: Row, phase: str) -> float | None:
-    """Times as fast as the base at the longest length, each with the cache that suits it best."""
-    timed = [
-        times
-        for times in row["times"] or ()
-        if (times["phase"], times["length"]) == (phase, row["length"])
-    ]
-    if not timed:
-        return None
-    return min(t["base_ms"] for t in timed) / min(t["adapted_ms"] for t in timed)
+def speedups_of(row: Row, phase: str) -> dict[int, float]:
+    """Times as fast as the base at the longest length, by rows of the batch.
+
+    Each has the cache that suits it best.
+    """
+    timed: dict[int, list[Row]] = {}
+    for times in row["times"] or ():
+        if (times["phase"], times["length"]) == (phase, row["length"]):
+            timed.setdefault(times["batch"], []).append(times)
+    return {
+        batch: min(t["base_ms"] for t in rows) / min(t["adapted_ms"] for t in rows)
+        for batch, rows in sorted(timed.items())
+    }
+
+
+def _times(speedups: Mapping[int, float]) -> str:
+    return ", ".join(f"{batch}: {value:.2f}" for batch, value in speedups.items()) or "-"
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -74,6 +74,7 @@ class Scale:
     """Of a batch, in evaluation."""
     passage: int = 96
     """Tokens whose routes are drawn."""
+    prefill_batches: tuple[int, ...] = (1, 8)
     decode_batch: int = 32
     training: Mapping[str, Any] = field(default_factory=dict)
     """Settings of every training."""
@@ -102,6 +103,7 @@ SCALES = {
         head_sequences=1,
         calibration_sequences=1,
         tokens_at_once=1024,
+        prefill_batches=(1,),
         decode_batch=2,
         training={"steps": 4, "batch_size": 1, "log_every": 1},
     ),
@@ -122,6 +124,7 @@ SCALES = {
         calibration_sequences=1,
         tokens_at_once=640,
         passage=16,
+        prefill_batches=(1,),
         decode_batch=2,
         training={"steps": 2, "batch_size": 2, "log_every": 1, "controller_hidden_size": 8},
     ),

@@ -25,11 +25,18 @@ def clock():
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_prefill_and_decoding_are_timed_at_every_length(name):
     model, text = make_model(name), draw_tokens(2, 64)
-    rows = time_adapted(model, text, [32, 64], prefill_batch=1, decode_batch=3, clock=clock())
+    rows = time_adapted(
+        model, text, [32, 64], prefill_batches=[1, 2], decode_batch=3, clock=clock()
+    )
     assert [(row["length"], row["phase"], row["cache"], row["batch"]) for row in rows] == [
         (length, *kind)
         for length in (32, 64)
-        for kind in (("prefill", "dynamic", 1), ("decode", "dynamic", 3), ("decode", "static", 3))
+        for kind in (
+            ("prefill", "dynamic", 1),
+            ("prefill", "dynamic", 2),
+            ("decode", "dynamic", 3),
+            ("decode", "static", 3),
+        )
     ]
     for row in rows:
         assert row["speedup"] == pytest.approx(row["base_ms"] / row["adapted_ms"])
@@ -58,7 +65,7 @@ def test_phases_may_be_left_out_and_mistakes_are_one_sentence():
     model, text = make_model(), draw_tokens(1, 64)
     (row,) = time_adapted(model, text, [64], decode_batch=0, clock=clock())
     assert row["phase"] == "prefill"
-    (row,) = time_adapted(model, text, [64], prefill_batch=0, caches=["static"], clock=clock())
+    (row,) = time_adapted(model, text, [64], prefill_batches=(), caches=["static"], clock=clock())
     assert (row["phase"], row["cache"]) == ("decode", "static")
     with pytest.raises(ConfigError, match="caches must be of dynamic, static"):
         time_adapted(model, text, [64], caches=["paged"], clock=clock())

@@ -39,9 +39,9 @@ from meta_attention.training.tokenizer import build_tokenizer
 
 TINY = SCALES["tiny"]
 TIMES = [
-    {"phase": "prefill", "cache": "dynamic", "base_ms": 4.0, "adapted_ms": 2.0},
-    {"phase": "decode", "cache": "dynamic", "base_ms": 3.0, "adapted_ms": 6.0},
-    {"phase": "decode", "cache": "static", "base_ms": 8.0, "adapted_ms": 2.0},
+    {"phase": "prefill", "cache": "dynamic", "batch": 1, "base_ms": 4.0, "adapted_ms": 2.0},
+    {"phase": "decode", "cache": "dynamic", "batch": 2, "base_ms": 3.0, "adapted_ms": 6.0},
+    {"phase": "decode", "cache": "static", "batch": 2, "base_ms": 8.0, "adapted_ms": 2.0},
 ]
 WORDS = "The keeper counted the ships twice. Once for the ledger, once for luck. Then it rained. "
 
@@ -415,9 +415,9 @@ def test_times_of_a_variant_are_ratios_to_its_base(cache, runs, monkeypatch):
         ("decode", "static"),
     }
     row = {"length": 8, "times": [t | {"length": 8} for t in TIMES]}
-    assert study_adapt_report.speedup_of(row, "prefill") == 2.0
-    assert study_adapt_report.speedup_of(row, "decode") == 1.5
-    assert study_adapt_report.speedup_of({"length": 9, "times": row["times"]}, "decode") is None
+    assert study_adapt_report.speedups_of(row, "prefill") == {1: 2.0}
+    assert study_adapt_report.speedups_of(row, "decode") == {2: 1.5}
+    assert study_adapt_report.speedups_of({"length": 9, "times": row["times"]}, "decode") == {}
     with pytest.raises(ConfigError, match="only stands in for routes"):
         study_adapt_measure.time_variants(cache, None, runs, TINY, ["token-0.2-random"])
 

@@ -29,7 +29,7 @@ def time_adapted(
     sequences: Tensor,
     lengths: Sequence[int],
     *,
-    prefill_batch: int = 1,
+    prefill_batches: Sequence[int] = (1,),
     decode_batch: int = 8,
     caches: Sequence[str] = CACHES,
     clock: Clock | None = None,
@@ -41,7 +41,8 @@ def time_adapted(
         model: The adapted model, on the device and in the dtype to measure.
         sequences: Text ``[N, T]``; rows are repeated to fill a batch.
         lengths: At most T each. A step of decoding is timed at the end of such a length.
-        prefill_batch: Rows of a prefill; 0 leaves it out.
+        prefill_batches: Rows of a prefill: few wait for launches, many for the device; none
+            leaves it out.
         decode_batch: Rows of a step; 0 leaves it out.
         caches: Kinds of cache to decode with.
         clock: What measures.
@@ -52,14 +53,13 @@ def time_adapted(
         if cache not in CACHES:
             raise ConfigError(f"caches must be of {', '.join(CACHES)}, got {cache!r}")
     clock = clock or Clock(model.device, budget_ms=1000.0, min_runs=4, max_runs=16)
-    kinds = [("prefill", "dynamic")] if prefill_batch else []
-    kinds += [("decode", cache) for cache in caches] if decode_batch else []
+    kinds = [("prefill", "dynamic", batch) for batch in prefill_batches]
+    kinds += [("decode", cache, decode_batch) for cache in caches] if decode_batch else []
     # measured at the longest length first: what does not fit is known at once
     plan = [(length, *kind) for length in sorted(lengths, reverse=True) for kind in kinds]
     rows = []
     with evaluating(model):
-        for length, phase, cache in plan:
-            batch = prefill_batch if phase == "prefill" else decode_batch
+        for length, phase, cache, batch in plan:
             ids = _rows(sequences, batch)[:, :length].to(model.device)
             times = {}
             for name in ("base", "adapted"):
