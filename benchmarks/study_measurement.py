@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from study_classes import TokenTable, explained_by_token, routes_by_token, share_of_full
 from study_data import Cache
+from study_evaluation import autocast
 from study_reading import (
     Predictions,
     Reading,
@@ -41,6 +42,10 @@ TIE = 1e-3  # nats; experts that see the same differ by rounding
 STRATA = 10
 MIN_BATCH = 1 << 13  # tokens
 SHARP = 0.05  # of the steps
+PASSED_BY = (
+    "tokens pass blocks by: what needs a route of every token is None, and of a block that a token "
+    "passed by, its signals are those of the prior"
+)
 Figures = dict[str, Any]
 
 
@@ -95,20 +100,16 @@ class Measurement:
                 "emergence": emergence(self.run.metrics, self.run.scale.steps),
             }
             if is_routed:
-                everywhere = full_routes(self.model, reading.routes)
-                full = predict_all(self.model, self.ids, self.batch_size, everywhere)
-                figures["loss"]["full"] = full.loss.mean().item()
-                table = TokenTable(self.cache, str(self.model.device))
-                families = table.families(reading, self.run.scale.window_size)
-                figures |= {
-                    "hurts": {
-                        "soft": self.hurts(reading, reading.predictions.loss - soft.loss),
-                        "full": self.hurts(reading, reading.predictions.loss - full.loss),
-                    },
-                    "classes": share_of_full(self.model, reading, families),
-                    "explained": explained_by_token(reading),
-                    "adaptive": self.adaptive(reading),
-                }
+                harm = reading.predictions.loss - soft.loss
+                figures["hurts"] = {"soft": self.hurts(reading, harm), "full": None}
+                figures["loss"]["full"] = None
+                figures |= dict.fromkeys(("classes", "explained", "adaptive"))
+                layers = attention_layers(self.model)
+                config = self.model.config
+                is_passed_by = any(config.may_skip(layers[i].layer_idx) for i in reading.routes)
+                figures["note"] = PASSED_BY if is_passed_by else None
+                if not is_passed_by:
+                    self.add_routes(figures, reading)
         settings = self.run.settings
         trained = json.loads((self.run.folder / RESULT).read_text())
         return {
@@ -126,6 +127,18 @@ class Measurement:
             "python": platform.python_version(),  # whose library is the code
             "seconds": time.perf_counter() - begin,
         }
+
+    def add_routes(self, figures: Figures, reading: Reading) -> None:
+        """What needs a route of every token in every routed layer."""
+        everywhere = full_routes(self.model, reading.routes)
+        full = predict_all(self.model, self.ids, self.batch_size, everywhere).loss
+        table = TokenTable(self.cache, str(self.model.device))
+        families = table.families(reading, self.run.scale.window_size)
+        figures["loss"]["full"] = full.mean().item()
+        figures["hurts"]["full"] = self.hurts(reading, reading.predictions.loss - full)
+        figures["classes"] = share_of_full(self.model, reading, families)
+        figures["explained"] = explained_by_token(reading)
+        figures["adaptive"] = self.adaptive(reading)
 
     def hurts(self, reading: Reading, harm: Tensor) -> Figures:
         """Do signals know where routes cost nats? ``harm`` is what they cost [N, T - 1]."""
@@ -227,22 +240,28 @@ class Measurement:
             },
             "routing": None,
         }
-        if not is_routed:
-            return result
+        return result | {"routing": self.judge().verdict().to_dict()} if is_routed else result
+
+    def judge(self) -> RouteJudge:
+        """Every expert of every layer forced in turn."""
         judge = RouteJudge(self.model, tie=TIE)
-        num_layers = len(attention_layers(self.model))
         for batch in self.ids.split(self.batch_size):
-            with watch_beliefs(self.model) as beliefs:
-                loss = predict(self.model, batch).loss.flatten()
-            weights = [torch.empty(0)] * num_layers  # static layers are not judged
-            for layer, posterior in beliefs.items():
-                weights[layer] = posterior.mean[:, :-1].flatten(0, 1)
 
             def rescore(batch: Tensor = batch) -> Tensor:
                 return predict(self.model, batch).loss.flatten()
 
-            judge.add(loss, weights, rescore)
-        return result | {"routing": judge.verdict().to_dict()}
+            with watch_beliefs(self.model) as beliefs, autocast(str(batch.device)):
+                out = self.model.model(
+                    batch, use_cache=False, output_losses=False, output_routing=True
+                )
+            # hard, so that they say who has a route at all, but not how sure of it one is
+            weights = [weight[:, :-1].flatten(0, 1) for weight in out.routing_weights]
+            for layer, posterior in beliefs.items():
+                has_passed = weights[layer].sum(dim=-1, keepdim=True) == 0.0
+                belief = posterior.mean[:, :-1].flatten(0, 1)
+                weights[layer] = belief.masked_fill(has_passed, 0.0)
+            judge.add(rescore(), weights, rescore)
+        return judge
 
     def adaptive(self, reading: Reading) -> Figures:
         """What it costs when tokens take the routes of other tokens."""

@@ -32,6 +32,7 @@ from study_jobs import Job, StopAt, TimeIsOver, parse_changes, run_command, run_
 from study_recall_report import RESULT
 
 from meta_attention import MetaAttentionForCausalLM
+from meta_attention.errors import ConfigError
 from meta_attention.evaluation.tasks import TaskDataset, TaskSpec, evaluate_task
 from meta_attention.training.recipes import Settings, build_settings
 from meta_attention.training.run import RUN_FILE, open_run, train_model
@@ -98,7 +99,11 @@ def run_folder(runs: Path, scale: str, variant: str, seed: int) -> Path:
 
 
 def settings_of(variant: str, seed: int, scale: str, changes: list[str]) -> Settings:
-    given = SCALES[scale] | parse_changes(changes, Settings) | VARIANTS[variant] | {"seed": seed}
+    """Of a run; ``changes`` win over what its scale and its variant say."""
+    changed = parse_changes(changes, Settings)
+    if "seed" in changed:
+        raise ConfigError("a seed must be given by --seed or --first-seed, as it names the folder")
+    given = SCALES[scale] | VARIANTS[variant] | changed | {"seed": seed}
     return build_settings("recall", given)
 
 
@@ -174,7 +179,8 @@ def missing_jobs(runs: Path, scale: str, variants: list[str], seeds: range) -> l
 def run_all(args: argparse.Namespace) -> int:
     """Runs side by side; how many failed."""
     # refused here, not in every process
-    parse_changes(args.set, Settings)
+    for variant in args.variants:
+        settings_of(variant, args.first_seed, args.scale, args.set)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     jobs = missing_jobs(args.out, args.scale, args.variants, seeds)
     say(f"{len(jobs)} of {args.seeds * len(args.variants)} runs are missing")
@@ -261,7 +267,8 @@ def _add_run_options(command: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="settings as of meta-attention train: steps=8000 precision=bf16 compile=true",
+        help="settings as of meta-attention train, which win over those of scale and variant: "
+        "steps=8000 precision=bf16 compile=true",
     )
 
 

@@ -60,6 +60,8 @@ def summary(figures: Figures) -> str:
     line = f"loss {figures['loss']['hard']:.4f}, ece {figures['calibration']['ece']['hard']:.4f}"
     if "adaptive" not in figures:
         return line
+    if figures["note"] is not None:
+        return f"{line}, routes of other tokens left out: {figures['note']}"
     costs = {name: row["cost"]["value"] for name, row in figures["adaptive"].items()}
     share = figures["explained"]["share"]
     known = "no route to explain" if share is None else f"token explains {share:.0%} of the route"

@@ -19,13 +19,18 @@ def draw(scale: str, rows: Sequence[Row], repeated: dict[str, list[Row]], out: P
     import matplotlib.pyplot as plt
 
     routed = [row for row in rows if row.get("hurts")]
+    # the others have tokens that pass blocks by
+    complete = [row for row in routed if row["adaptive"]]
     figures = {"shift": draw_shift(plt, rows)}
     if routed:
         figures |= {
             "hurts": draw_hurts(plt, routed),
-            "classes": draw_classes(plt, routed),
-            "adaptive": draw_adaptive(plt, routed),
             "emergence": draw_emergence(plt, routed),
+        }
+    if complete:
+        figures |= {
+            "classes": draw_classes(plt, complete),
+            "adaptive": draw_adaptive(plt, complete),
         }
     if repeated:
         figures["repeat"] = draw_repeat(plt, repeated)
@@ -44,13 +49,14 @@ def draw_hurts(plt: Any, rows: Sequence[Row]) -> Any:
     )
     for line, against in enumerate(("soft", "full")):
         for column, definition in enumerate(definitions):
-            found = [row["hurts"][against]["definitions"][definition] for row in rows]
+            known = [row for row in rows if row["hurts"][against]]
+            found = [row["hurts"][against]["definitions"][definition] for row in known]
             scores = [
                 {s: one["signals"][s].get("mean") for s in one["signals"]}
                 | {"predictive entropy": one["baselines"]["predictive entropy"]}
                 for one in found
             ]
-            _dots(axes[line][column], rows, scores)
+            _dots(axes[line][column], known, scores)
             axes[line][column].set_title(f"harm against {against}: {definition}", fontsize=9)
     axes[0][0].set_ylabel("AUROC, mean over layers")
     axes[0][-1].legend(fontsize=6)

@@ -117,23 +117,28 @@ def _short(value: float) -> float:
 
 def tables(rows: Sequence[Row]) -> list[str]:
     routed = [row for row in rows if row.get("hurts")]
+    # the others have tokens that pass blocks by
+    complete = [row for row in routed if row["adaptive"]]
     parts = []
     if routed:
         for against, what in (("soft", "soft routes"), ("full", "full attention everywhere")):
             parts += ["### Does a signal know where hard routing hurts? Against " + what + "\n"]
             parts += [_hurts(routed, against)]
+        notes = {row["label"]: row["note"] for row in routed if row.get("note")}
+        parts += [f"{label}: {note}.\n" for label, note in notes.items()]
     parts += ["### Calibration error of predictions and of routes\n", _calibration(rows)]
     for name in dict.fromkeys(name for row in rows for name in row["shift"]):
         for level in ("sequence", "token"):
             parts += [f"### Is a text foreign? {name}, by {level}: AUROC\n"]
             parts += [_shift([row for row in rows if name in row["shift"]], name, level)]
-    if routed:
+    if complete:
         parts += ["### Which tokens go to full attention? Share of full over its mean\n"]
-        parts += [_classes(routed)]
-        parts += ["### I(class; route), nats, mean over routed layers\n", _information(routed)]
-        parts += ["### How much of a route is the token alone?\n", _explained(routed)]
+        parts += [_classes(complete)]
+        parts += ["### I(class; route), nats, mean over routed layers\n", _information(complete)]
+        parts += ["### How much of a route is the token alone?\n", _explained(complete)]
         parts += ["### Does it matter which token takes which route? Nats above its own routes\n"]
-        parts += [_adaptive(routed)]
+        parts += [_adaptive(complete)]
+    if routed:
         parts += ["### How suddenly: largest share of the fall within 5% of the steps\n"]
         parts += [_emergence(routed)]
     repeated = repetitions(rows)
@@ -169,7 +174,7 @@ def _hurts(rows: Sequence[Row], against: str) -> str:
     lines = []
     for row in rows:
         hurts = row["hurts"][against]
-        for name, found in hurts["definitions"].items():
+        for name, found in hurts["definitions"].items() if hurts else ():
             signals = found["signals"]
             everything = {
                 f"{signal}, {layer}": figure

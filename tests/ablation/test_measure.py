@@ -108,6 +108,23 @@ def test_a_gate_goes_from_soft_to_hard(blocks):
         assert shares == sorted(shares)
 
 
+def test_a_token_is_hard_by_its_gate_not_by_a_weight_that_rounds_to_one(blocks):
+    model = make_model(controller="prior_free")
+    for layer in attention_layers(model):
+        # softmax: one, and little more than nothing
+        torch.nn.init.zeros_(layer.controller.mlp[-1].weight)
+        layer.controller.mlp[-1].bias.data.copy_(torch.tensor([20.0, 0.0, 0.0]))
+    with torch.no_grad():
+        weights = model(blocks, output_routing=True).routing_weights[0]
+    assert (weights[..., 0] == 1.0).all()
+    assert (weights > 0.0).all()
+    found = measure_gates(model, blocks, measure_uncertainty(model, blocks))
+    assert [point["hard_share"] for point in found["margin"]] == [0.0] * 5 + [1.0]
+    # soft tokens run all experts
+    soft = measure(model, blocks, "soft")["flops"]["attention"]
+    assert found["margin"][0]["attention_flops"] == pytest.approx(soft)
+
+
 def test_a_model_is_as_before(blocks):
     model = make_model()
     before = measure(model, blocks, "soft")

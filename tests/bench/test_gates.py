@@ -10,9 +10,11 @@ from meta_attention.bench.gates import (
     gate_norm,
     sampled_gates,
     small_gates,
+    state_space_rows,
     value_gradient_gate,
 )
 from meta_attention.bench.op_bench import routed_rows
+from meta_attention.testing import naive_state_space
 
 CPU = torch.device("cpu")
 MIX = Mix(25, 25, 50)
@@ -57,6 +59,18 @@ def test_a_wrong_gradient_fails():
 
     passed = {g.name.partition(",")[0]: g.is_passed for g in small(wrong)}
     assert passed == {"rows": True, "d_query": True, "d_key": False, "d_value": True}
+
+
+def test_rows_of_a_state_space_are_those_of_its_recurrence():
+    heads = (torch.randn(1, 40, count, 16).double() for count in (4, 2, 2))
+    query, key, value = heads
+    parts = {"rate": torch.rand(2).double() * 9.0, "skip": torch.randn(4).double()}
+    step = torch.rand(50, 2).double()
+    expected, _ = naive_state_space(query, key, value, step=step[None, :40], **parts)
+    at = torch.tensor([0, 7, 39])
+    reach = {"first": torch.zeros_like(at), "last": at}
+    rows = state_space_rows(query[0, at], key[0], value[0], **reach, step=step, **parts)
+    torch.testing.assert_close(rows, expected[0, at])
 
 
 def timed(dtype=torch.float32):

@@ -68,6 +68,15 @@ def test_op_suite_measures_all_of_it(session):
         assert "(1 x SDPA flash + 5 x routed, all local, window 48) / 6" in row.note
     (flex,) = by_name(rows, op_peers.FLEX)
     assert (flex.status, flex.mix) == ("measured", "25/25/50")
+    for name in (op_peers.LINEAR_ONLY, op_peers.SSM_ONLY):
+        measured = by_name(rows, name)
+        assert [row.status for row in measured] == ["measured"] * 3
+        assert all(row.speedup > 0 and row.tflop > 0 for row in measured)
+    gates = [{gate.name for gate in row.gates} for row in by_name(rows, op_peers.SSM_ONLY)]
+    rows_only = {"rows, T=200", "sampled ssm rows"}
+    gradients = {f"d_{name}, T=200" for name in ("query", "key", "value")}
+    gradients |= {"d_query of sampled ssm rows"}
+    assert gates == [rows_only, rows_only | gradients, rows_only | gradients]
     (missing,) = by_name(rows, op_peers.FLA)
     assert (missing.status, missing.timing) == ("missing", None)
 
@@ -120,6 +129,23 @@ def test_a_wrong_linear_expert_has_no_time(session, monkeypatch):
     monkeypatch.setattr(op_bench, "linear_attention", wrong)
     rows = by_name(op_suite.run_op(session, BRIEF), "routed")
     assert {row.mix for row in rows if row.status == "failed"} == {"25/25/50"}
+
+
+@pytest.mark.parametrize("wrong", [{"decay": 0.98}, {"skip": 1.1}])
+def test_a_wrong_state_space_has_no_time(wrong, session, monkeypatch):
+    attend = op_peers.linear_attention
+
+    def change(query, key, value, **options):
+        options |= {name: options[name] * factor for name, factor in wrong.items()}
+        return attend(query, key, value, **options)
+
+    bench = op_bench.ShapeBench(
+        session, "op", SHAPE, works=("forward", "backward"), baselines=(), known_gates={}
+    )
+    bench.run_baselines()
+    assert {row.status for row in op_peers.run_state_space(bench)} == {"measured"}
+    monkeypatch.setattr(op_peers, "linear_attention", change)
+    assert {row.status for row in op_peers.run_state_space(bench)} == {"failed"}
 
 
 def test_on_a_gpu_there_are_graphs_memory_and_ceilings(gpu_session):

@@ -61,6 +61,16 @@ def test_trainings_differ_in_what_they_are_named_for():
     assert of["paper"].start_expert is None
 
 
+def test_what_a_user_sets_wins_over_scale_and_variant():
+    changes = ["steps=7", "kl_weight=0.5", "routing=hard"]
+    settings = study_recall.settings_of("paper", 0, "tiny", changes)
+    assert (settings.steps, settings.kl_weight.end, settings.routing) == (7, 0.5, "hard")
+    assert settings.training_weights == "sample"
+    # but a folder is named by its seed
+    with pytest.raises(ConfigError, match="--seed"):
+        study_recall.settings_of("paper", 0, "tiny", ["seed=3"])
+
+
 def test_a_run_is_judged_with_one_expert_per_token(runs):
     static, paper = result_of(runs, "full"), result_of(runs, "paper")
     assert static["hard"]["any_layer"]["full_share"] == 1.0

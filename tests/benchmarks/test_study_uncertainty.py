@@ -32,7 +32,7 @@ from meta_attention.evaluation.forcing import attention_layers
 from meta_attention.training.corpus import embedded_corpus
 
 TOKEN, HEAD, PLAIN = "bayes-all-token-0.2-linear", "bayes-wide-kv_head-0.3", "prior-free-all-0.2"
-STATIC = "hybrid-1-2"
+STATIC, DEPTH = "hybrid-1-2", "bayes-all-token-0.2-linear-depth"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def runs(cache, tmp_path_factory):
     """Finished runs, of which a few steps have not made controllers adaptive: chance has."""
     out = tmp_path_factory.mktemp("runs")
     torch.manual_seed(0)
-    for variant in (TOKEN, HEAD, PLAIN, STATIC):
+    for variant in (TOKEN, HEAD, PLAIN, STATIC, DEPTH):
         study_run.run(cache, out, variant, 0, "tiny")
         folder = out / f"tiny-{variant}-seed0" / "model"
         model = MetaAttentionForCausalLM.from_pretrained(folder)
@@ -73,7 +73,7 @@ def measurement(runs, cache, variant):
 
 @pytest.fixture(scope="module")
 def figures(runs, cache):
-    return {v: measurement(runs, cache, v).measure() for v in (TOKEN, HEAD, PLAIN, STATIC)}
+    return {v: measurement(runs, cache, v).measure() for v in (TOKEN, HEAD, PLAIN, STATIC, DEPTH)}
 
 
 @pytest.fixture
@@ -118,6 +118,27 @@ def test_a_static_run_has_what_needs_no_router(figures):
     assert "hurts" not in found
     assert found["shift"]["code"]["sequence"]["signals"] == {}
     assert 0.0 <= found["shift"]["code"]["sequence"]["baselines"]["loss"]["value"] <= 1.0
+
+
+def test_where_tokens_pass_blocks_by_figures_that_need_a_route_of_each_are_left_out(
+    figures, runs, cache
+):
+    found = figures[DEPTH]
+    json.dumps(found, allow_nan=False)
+    assert "pass blocks by" in found["note"]
+    assert (found["loss"]["full"], found["hurts"]["full"]) == (None, None)
+    assert [found[name] for name in ("classes", "explained", "adaptive")] == [None] * 3
+    assert figures[TOKEN]["note"] is None
+    # the others are there, and routes are judged where tokens have one
+    assert found["hurts"]["soft"]["mean"]["value"] != 0.0
+    made = measurement(runs, cache, DEPTH)
+    with torch.inference_mode():
+        weights = made.model(made.ids, output_routing=True).routing_weights
+        judged = made.judge()
+    for layer in (0, 1):
+        has_entered = weights[layer][:, :-1].sum(dim=-1) > 0.0
+        assert judged.num_tokens[layer] == has_entered.sum()
+    assert judged.num_tokens[1] < judged.num_tokens[0]
 
 
 def test_losses_are_those_of_the_study(runs, cache, figures):
@@ -332,10 +353,13 @@ def test_runs_are_measured_once_and_reported(cache, runs, tmp_path, capsys):
     for repeat in (1, 4):
         study_run.run(cache, tmp_path / str(repeat), HEAD, 1, "tiny", changes=[f"repeat={repeat}"])
     arguments = ["measure", "--cache", str(cache.folder), "--tokens", "256", "--resamples", "20"]
-    folders = [str(tmp_path / "1"), str(tmp_path / "4"), str(runs / f"tiny-{STATIC}-seed0")]
+    folders = [str(tmp_path / "1"), str(tmp_path / "4")]
+    folders += [str(runs / f"tiny-{variant}-seed0") for variant in (STATIC, DEPTH)]
     for folder in [*folders, str(runs / f"tiny-{HEAD}-seed0")]:
         assert study_uncertainty.main([*arguments, "--device", "cpu", "--runs", folder]) == 0
-    assert "shuffled routes" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "shuffled routes" in said
+    assert "left out: tokens pass blocks by" in said
     path = tmp_path / "1" / f"tiny-{HEAD}-seed1" / "uncertainty.json"
     before = path.read_text()
     assert study_uncertainty.main([*arguments, "--device", "cpu", "--runs", folders[0]]) == 0
@@ -348,11 +372,12 @@ def test_runs_are_measured_once_and_reported(cache, runs, tmp_path, capsys):
     everything = ["report", "--out", str(out), "--runs", *folders, str(runs)]
     assert study_uncertainty.main(everything) == 0
     rows = json.loads((out / "uncertainty.json").read_text())["tiny"]
-    assert [row["label"] for row in rows] == [STATIC, HEAD, f"{HEAD}, text x4"]
-    loss = rows[1]["loss"]["hard"]
-    assert rows[1]["seeds"] == [0, 1]
+    assert [row["label"] for row in rows] == [STATIC, DEPTH, HEAD, f"{HEAD}, text x4"]
+    loss = rows[2]["loss"]["hard"]
+    assert rows[2]["seeds"] == [0, 1]
     assert (loss["n"], loss["interval"] > 0.0) == (2, True)
     text = (out / "uncertainty.md").read_text()
+    assert f"{DEPTH}: tokens pass blocks by" in text
     for title in ("hurts", "Calibration", "foreign? code", "token alone", "again and again"):
         assert title in text
     for name in ("shift", "hurts", "classes", "adaptive", "emergence", "repeat"):
@@ -395,5 +420,5 @@ def test_errors_say_what_to_do(cache, runs, tmp_path, capsys):
     assert "must have config.json" in fails(*measure_half)
     assert "measure it first" in fails("report", "--runs", half, "--out", tmp_path)
     assert [folder.name for folder in find_runs([runs])] == sorted(
-        f"tiny-{variant}-seed0" for variant in (TOKEN, HEAD, PLAIN, STATIC)
+        f"tiny-{variant}-seed0" for variant in (TOKEN, HEAD, PLAIN, STATIC, DEPTH)
     )

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from accelerate import dispatch_model  # type: ignore[import-untyped]
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -153,6 +154,22 @@ def test_what_shards_a_model_finds_its_blocks(variant):
     model = make_model(**variant)
     names = {type(block).__name__ for block in model.model.layers}
     assert set(model._no_split_modules) == set(model.model._no_split_modules) == names
+
+
+@VARIANTS
+@pytest.mark.parametrize("T", [1, 24])
+def test_a_model_over_several_devices_is_refused_before_a_block_runs(variant, T):
+    """The second is one that holds no numbers: what counts is where blocks are to run."""
+    model = make_model(**variant)
+    expected = model(draw(T=T)).logits
+    places = {name: "cpu" for name, _ in model.model.named_children() if name != "layers"}
+    places = {f"model.{name}": place for name, place in places.items()} | {"lm_head": "cpu"}
+    blocks = {f"model.layers.{i}": "cpu" for i in range(4)}
+    dispatch_model(model, places | blocks, force_hooks=True)
+    assert torch.equal(model(draw(T=T)).logits, expected)
+    dispatch_model(model, places | blocks | {"model.layers.3": "meta"}, force_hooks=True)
+    with pytest.raises(ConfigError, match="one device, got cpu and meta"):
+        model(draw(T=T))
 
 
 @VARIANTS

@@ -3,11 +3,8 @@
 A table of compositions and, below it, what holds of each of them.
 """
 
-import warnings
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -99,12 +96,6 @@ def draw_tokens(seed: int = 0) -> torch.Tensor:
     return torch.stack([2 + torch.randperm(59, generator=generator)[:T] for _ in range(B)])
 
 
-def left_padded() -> torch.Tensor:
-    mask = torch.ones(B, T, dtype=torch.long)
-    mask[0, :7], mask[1, : T - 1] = 0, 0
-    return mask
-
-
 def entered(out, is_token: torch.Tensor | bool = True) -> torch.Tensor:
     """Who had a route [L, B, T], padding aside."""
     routed = [(weights > 0).flatten(2).any(dim=-1) for weights in out.routing_weights]
@@ -122,26 +113,7 @@ def layers_with_depth(model) -> list[int]:
 # --- what a composition is ---
 
 
-def choose(block, x, is_token):
-    """Who enters a block and by what gate, [B, T] each, row by row as the definition has it."""
-    router = getattr(block, "depth_router", None)
-    if router is None:
-        return is_token, torch.ones(B, T, dtype=x.dtype)
-    x = x * (x.square().mean(dim=-1, keepdim=True) + router.eps).rsqrt()
-    score = (x @ router.score.weight[0]) + router.score.bias
-    enters = score > 0.0
-    if router.predictor is not None and not block.training:
-        enters = (x @ router.predictor.weight[0]) + router.predictor.bias > 0.0
-    elif router.predictor is not None:
-        enters = torch.zeros_like(is_token)
-        for b in range(B):
-            at = is_token[b].nonzero().squeeze(1)
-            room = max(1, round(router.capacity * len(at)))
-            enters[b, at[score[b, at].argsort(descending=True)[:room]]] = True
-    return enters & is_token, torch.sigmoid(score)
-
-
-def by_definition(model, ids, mask):
+def by_definition(model, ids, mask, who_enters):
     """Logits [B, T, V] and who enters [L, B, T]: halves of plain blocks, on rows that enter."""
     config, net = model.config, model.model
     is_token = find_tokens(mask)
@@ -167,7 +139,7 @@ def by_definition(model, ids, mask):
 
     for block in net.layers:
         x = read()
-        enters, gate = choose(block, x, is_token)
+        enters, gate = who_enters(block, x, mask)
         chosen.append(enters)
 
         def attend(rows, at, block=block):
@@ -182,13 +154,13 @@ def by_definition(model, ids, mask):
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("composition", HALVED)
 def test_halves_run_on_the_tokens_that_enter_and_are_read_by_pseudo_queries(
-    composition, training, padding
+    composition, training, padding, make_mask, who_enters
 ):
     model, ids = make_model(composition).double().train(training), draw_tokens()
-    mask = None if padding == "none" else left_padded()
+    mask = make_mask(padding)
     with torch.no_grad():
         out = model(ids, attention_mask=mask, use_cache=False, output_routing=True)
-        logits, enters = by_definition(model, ids, mask)
+        logits, enters = by_definition(model, ids, mask, who_enters)
     is_token = find_tokens(mask)
     assert torch.equal(entered(out, is_token), enters)
     shares = enters[layers_with_depth(model)].sum(dim=(1, 2)) / is_token.sum()
@@ -228,30 +200,12 @@ def read_after(residuals, embedding, first, last):
 # --- those that pass by cost nothing and leave nothing ---
 
 
-class Spy:
-    """How many tokens reached each part of a block, padding included."""
-
-    def __init__(self, block):
-        self.seen = {}
-        parts = {
-            "controller": block.attention.controller,
-            "query": block.attention.projections[0].q_proj,
-            "output": block.attention.projections[0].o_proj,
-            "feed-forward": block.mlp,
-        }
-        for name, part in parts.items():
-            part.register_forward_pre_hook(
-                lambda _, args, name=name: self.count(name, args[0].shape)
-            )
-
-    def count(self, name, shape):
-        self.seen[name] = self.seen.get(name, 0) + shape[0] * shape[1]
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("composition", ["all, hard", "all, hard, full, convolved"])
-def test_both_halves_run_on_the_tokens_that_enter_only(composition, training, rows, monkeypatch):
+def test_both_halves_run_on_the_tokens_that_enter_only(
+    composition, training, rows, monkeypatch, spy_on
+):
     executed, routed_attention = [], execution.routed_attention
 
     def spy_attention(query, key, value, plan, windows, **kwargs):
@@ -262,7 +216,7 @@ def test_both_halves_run_on_the_tokens_that_enter_only(composition, training, ro
 
     monkeypatch.setattr(execution, "routed_attention", spy_attention)
     model = make_model(composition, route_gradient="chosen").train(training)
-    spies = [Spy(block) for block in model.model.layers]
+    spies = [spy_on(block) for block in model.model.layers]
     out = model(draw_tokens()[:rows], use_cache=False, output_routing=True)
     enters = entered(out)
     for layer, spy in enumerate(spies):
@@ -277,18 +231,14 @@ def test_both_halves_run_on_the_tokens_that_enter_only(composition, training, ro
 
 
 @pytest.mark.parametrize("composition", ["all", "all, hard", "all, gated by head"])
-def test_what_passes_by_reaches_neither_half(composition):
+def test_what_passes_by_reaches_neither_half(composition, force_entry):
     """Poison in its place: nothing of it is read, and no gradient comes from there."""
     block = make_model(composition).double().model.layers[1]
     x, later = torch.randn(2, B, T, D, dtype=torch.float64)
-    enters, forward = torch.rand(B, T) < 0.5, block.depth_router.forward
-
-    def forced(x, is_token):
-        entry = forward(torch.nan_to_num(x), is_token)
-        return type(entry)(enters, entry.gate, entry.loss, None)
+    enters = torch.rand(B, T) < 0.5
 
     def halves(x, later):
-        with mock.patch.object(block.depth_router, "forward", forced):
+        with force_entry(block, enters):
             attended = block(x)
         return attended.output, block(later, half="feed_forward", entered=attended.entered)
 
@@ -308,9 +258,9 @@ def test_what_passes_by_reaches_neither_half(composition):
 
 
 @pytest.mark.parametrize("composition", ["all", "all, full, threshold"])
-def test_a_token_that_passes_by_costs_a_decoding_step_nothing(composition):
+def test_a_token_that_passes_by_costs_a_decoding_step_nothing(composition, spy_on):
     model, ids = make_model(composition), draw_tokens()[:1]
-    cache, spies = MetaAttentionCache(model.config), [Spy(block) for block in model.model.layers]
+    cache, spies = MetaAttentionCache(model.config), [spy_on(block) for block in model.model.layers]
     passed = 0
     with torch.no_grad():
         for t in range(T):
@@ -323,9 +273,9 @@ def test_a_token_that_passes_by_costs_a_decoding_step_nothing(composition):
     assert [layer.keys.shape[2] for layer in cache.layers] == passed.tolist()
 
 
-def test_a_text_that_nobody_enters_reads_the_embedding():
+def test_a_text_that_nobody_enters_reads_the_embedding(spy_on):
     model, ids = make_model("all, full, threshold"), draw_tokens()
-    spies = [Spy(block) for block in model.model.layers]
+    spies = [spy_on(block) for block in model.model.layers]
     with torch.no_grad():
         # where zeros had all of the weight, what is left would be small next to the norm's eps
         model.model.residuals.queries.mul_(0.1)
@@ -450,14 +400,6 @@ SMALL = {
 }
 
 
-@contextmanager
-def dynamo_looks():
-    """At hidden states between two graphs, of which it asks what warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-        yield
-
-
 def test_training_of_all_three_compiles_into_one_graph():
     model, ids = make_model("all", **SMALL).train(), draw_tokens()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -468,6 +410,7 @@ def test_training_of_all_three_compiles_into_one_graph():
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_blocks_compile_one_by_one():
     """As ``meta-attention train --compile`` does it: two graphs for each kind of block."""
     model, ids = make_model("depth and residuals").train(), draw_tokens()
@@ -480,8 +423,7 @@ def test_blocks_compile_one_by_one():
 
     for block in model.model.layers:
         block.compile(backend=count, fullgraph=True)
-    with dynamo_looks():
-        loss = model(ids, labels=ids).loss
+    loss = model(ids, labels=ids).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -489,11 +431,11 @@ def test_blocks_compile_one_by_one():
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_what_counts_tokens_compiles_in_parts():
     model, ids = make_model("depth and residuals, full", **SMALL | STATIC), draw_tokens()
     compiled = torch.compile(model, backend="aot_eager")
-    with dynamo_looks():
-        ours = compiled(ids, use_cache=False).logits
+    ours = compiled(ids, use_cache=False).logits
     torch.testing.assert_close(ours, model(ids, use_cache=False).logits)
     torch._dynamo.reset()
 
@@ -515,9 +457,9 @@ CHUNKS = {
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("cache", CACHES)
 @EACH
-def test_decode_equals_prefill(composition, cache, padding):
+def test_decode_equals_prefill(composition, cache, padding, make_mask):
     model, ids = make_model(composition).double(), draw_tokens()
-    mask = None if padding == "none" else left_padded()
+    mask = make_mask(padding)
     is_token = find_tokens(mask)
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, use_cache=False, output_routing=True)
@@ -541,8 +483,8 @@ def test_decode_equals_prefill(composition, cache, padding):
 
 
 @pytest.mark.parametrize("composition", ["all", "all, hard"])
-def test_generation_is_the_same_with_any_cache_and_beams_follow_their_rows(composition):
-    model, ids, mask = make_model(composition), draw_tokens(), left_padded()
+def test_generation_is_the_same_with_any_cache_and_beams_follow_their_rows(composition, make_mask):
+    model, ids, mask = make_model(composition), draw_tokens(), make_mask("left")
     for options in ({}, {"num_beams": 2}, {"prefill_chunk_size": 6}):
         given = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, **options}
         cached = model.generate(ids * mask, **given)
@@ -604,11 +546,11 @@ def test_documents_of_a_row_do_not_see_each_other(composition):
     torch.testing.assert_close(packed, torch.cat(parts, dim=1), **CLOSE)
 
 
-def test_encoders_may_have_all_three():
+def test_encoders_may_have_all_three(make_mask):
     options = {"causal": False, "experts": ("full", "linear", "local")}
     model, ids = make_model("all, full, threshold", **options).double(), draw_tokens()
     with torch.no_grad():
-        padded = model(ids, attention_mask=left_padded()).logits[0, 7:]
+        padded = model(ids, attention_mask=make_mask("left")).logits[0, 7:]
         torch.testing.assert_close(padded, model(ids[:1, 7:]).logits[0], **CLOSE)
 
 

@@ -1,8 +1,5 @@
 """Blocks that tokens may pass by: who enters, what runs, and what the others leave behind."""
 
-import warnings
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -67,36 +64,10 @@ def draw_tokens(T=T, B=B, seed=0):
     return torch.randint(2, 61, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-def padding(kind):
-    mask = torch.ones(B, T, dtype=torch.long)
-    if kind == "left":
-        mask[0, :7], mask[1, : T - 1] = 0, 0
-    elif kind == "right":
-        mask[0, 9:], mask[1, 1:] = 0, 0
-    return None if kind == "none" else mask
-
-
 def scores_of(router, x, head="score"):
     x = x * (x.square().mean(dim=-1, keepdim=True) + router.eps).rsqrt()
     linear = getattr(router, head)
     return x @ linear.weight[0] + linear.bias
-
-
-def expected_entries(block, x, mask):
-    """Who enters, token by token, as the definition has it."""
-    router = block.depth_router
-    is_token = torch.ones(B, T, dtype=torch.bool) if mask is None else mask.bool()
-    enters = torch.zeros(B, T, dtype=torch.bool)
-    for b in range(B):
-        if router.routing == "threshold":
-            enters[b] = is_token[b] & (scores_of(router, x[b]) > 0)
-        elif not block.training:
-            enters[b] = is_token[b] & (scores_of(router, x[b], "predictor") > 0)
-        else:
-            at = is_token[b].nonzero().squeeze(1)
-            room = max(1, round(router.capacity * len(at)))
-            enters[b, at[scores_of(router, x[b, at]).argsort(descending=True)[:room]]] = True
-    return enters
 
 
 def expected_output(block, x, enters, mask):
@@ -135,11 +106,13 @@ BLOCKS = {
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("options", BLOCKS)
-def test_a_block_is_a_plain_one_on_the_tokens_that_enter(options, routing, training, kind):
+def test_a_block_is_a_plain_one_on_the_tokens_that_enter(
+    options, routing, training, kind, make_mask, who_enters
+):
     block = make_block(depth_routing=routing, **BLOCKS[options]).train(training)
-    x, mask = draw_states(), padding(kind)
+    x, mask = draw_states(), make_mask(kind)
     out = block(x, mask)
-    enters = expected_entries(block, x, mask)
+    enters = who_enters(block, x, mask)[0]
     is_token = torch.ones(B, T, dtype=torch.bool) if mask is None else mask.bool()
     assert 0 < enters.sum() < is_token.sum()
     assert torch.equal(~out.is_padding, enters)
@@ -154,19 +127,19 @@ def test_a_block_is_a_plain_one_on_the_tokens_that_enter(options, routing, train
     assert (out.projected_cost[enters] > 0).all()
 
 
-def test_training_lets_the_share_of_the_capacity_enter_of_every_row():
+def test_training_lets_the_share_of_the_capacity_enter_of_every_row(make_mask):
     block, x = make_block(depth_capacity=0.3).train(), draw_states()
     assert (~block(x).is_padding).sum(dim=1).tolist() == [6] * B
     # of tokens, not of padding; and one of a row at least
-    entered = ~block(x, padding("left")).is_padding
+    entered = ~block(x, make_mask("left")).is_padding
     assert entered.sum(dim=1).tolist() == [4, 1, 6]
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_at_a_capacity_of_one_everyone_enters(routing, training):
+def test_at_a_capacity_of_one_everyone_enters(routing, training, make_mask):
     block = make_block(depth_capacity=1.0, depth_routing=routing).train(training)
-    x, mask = draw_states(), padding("left")
+    x, mask = draw_states(), make_mask("left")
     out = block(x, mask)
     assert torch.equal(~out.is_padding, mask.bool())
     expected = expected_output(block, x, mask.bool(), mask)
@@ -188,27 +161,6 @@ def test_without_a_capacity_there_is_nothing_of_it():
 # --- those that pass by cost nothing and leave nothing ---
 
 
-class Spy:
-    """How many tokens reached each part of a block, padding included."""
-
-    def __init__(self, block):
-        self.seen = {}
-        attention = block.attention
-        parts = {
-            "controller": attention.controller,
-            "query": attention.projections[0].q_proj,
-            "output": attention.projections[0].o_proj,
-            "feed-forward": block.mlp,
-        }
-        for name, part in parts.items():
-            part.register_forward_pre_hook(
-                lambda _, args, name=name: self.count(name, args[0].shape)
-            )
-
-    def count(self, name, shape):
-        self.seen[name] = self.seen.get(name, 0) + shape[0] * shape[1]
-
-
 @pytest.fixture
 def executed(monkeypatch):
     """Rows of attention that were run, over all experts."""
@@ -226,11 +178,11 @@ def executed(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_a_block_runs_on_the_tokens_that_enter_only(routing, training, rows, executed):
+def test_a_block_runs_on_the_tokens_that_enter_only(routing, training, rows, executed, spy_on):
     block = make_block(
         depth_routing=routing, routing="hard", route_gradient="chosen", **EVEN
     ).train(training)
-    spy = Spy(block)
+    spy = spy_on(block)
     out = block(draw_states()[:rows])
     counts = (~out.is_padding).sum(dim=1)
     assert 0 < counts.sum() < rows * T
@@ -242,11 +194,11 @@ def test_a_block_runs_on_the_tokens_that_enter_only(routing, training, rows, exe
     assert executed == [counts.sum().item()]
 
 
-def test_a_text_that_nobody_enters_runs_nothing():
+def test_a_text_that_nobody_enters_runs_nothing(spy_on):
     block = make_block(depth_routing="threshold")
     with torch.no_grad():
         block.depth_router.score.bias.fill_(-1e3)
-    spy, x = Spy(block), draw_states()
+    spy, x = spy_on(block), draw_states()
     out = block(x)
     assert torch.equal(out.output, x)
     assert spy.seen == {}
@@ -269,11 +221,11 @@ def test_training_that_nobody_enters_still_has_a_gradient_for_everything():
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_a_token_that_passes_by_costs_a_decoding_step_nothing(routing):
+def test_a_token_that_passes_by_costs_a_decoding_step_nothing(routing, spy_on):
     """Of one row; several rows run together unless all of them pass by."""
     model = make_model(depth_layers=(1,), depth_routing=routing)
     ids, cache = draw_tokens(B=1), MetaAttentionCache(model.config)
-    spy, entered = Spy(model.model.layers[1]), []
+    spy, entered = spy_on(model.model.layers[1]), []
     with torch.no_grad():
         for t in range(T):
             out = model(ids[:, t, None], past_key_values=cache, output_routing=True)
@@ -286,23 +238,12 @@ def test_a_token_that_passes_by_costs_a_decoding_step_nothing(routing):
     assert cache.layers[1].keys.shape[2] == sum(entered)
 
 
-def force(block, enters):
-    """Let these tokens enter, whatever they are."""
-    forward = block.depth_router.forward
-
-    def forced(x, is_token):
-        entry = forward(torch.nan_to_num(x), is_token)
-        return type(entry)(enters, entry.gate, entry.loss, None)
-
-    return mock.patch.object(block.depth_router, "forward", forced)
-
-
 @pytest.mark.parametrize("options", BLOCKS)
-def test_what_passes_by_reaches_nobody(options):
+def test_what_passes_by_reaches_nobody(options, force_entry):
     """Poison in its place: no key, no value, no state and no gradient of it is read."""
     block, x = make_block(**BLOCKS[options]), draw_states()
     enters = torch.rand(B, T) < 0.5
-    with force(block, enters):
+    with force_entry(block, enters):
         expected = block(x).output
         poisoned = x.masked_fill(~enters.unsqueeze(-1), torch.nan).requires_grad_()
         out = block(poisoned)
@@ -436,16 +377,16 @@ def test_the_loss_is_the_sum_of_its_parts(routing):
     assert model.eval()(ids, labels=ids).depth_loss is None
 
 
-def test_the_losses_are_what_they_say():
-    x, mask = draw_states(), padding("left")
+def test_the_losses_are_what_they_say(make_mask, who_enters):
+    x, mask = draw_states(), make_mask("left")
     block = make_block().train()
-    router, enters = block.depth_router, expected_entries(block, x, mask)
+    router, enters = block.depth_router, who_enters(block, x, mask)[0]
     logits = scores_of(router, x, "predictor")[mask.bool()]
     expected = F.binary_cross_entropy_with_logits(logits, enters[mask.bool()].double())
     torch.testing.assert_close(router(x, mask.bool()).loss, expected)
 
     block = make_block(depth_routing="threshold").train()
-    share = expected_entries(block, x, mask).sum() / mask.sum()
+    share = who_enters(block, x, mask)[0].sum() / mask.sum()
     torch.testing.assert_close(
         block.depth_router(x, mask.bool()).loss, (share.double() - 0.4).square()
     )
@@ -533,14 +474,13 @@ def test_training_on_the_highest_scores_compiles_into_one_graph():
     torch._dynamo.reset()
 
 
+# that is how Dynamo looks at hidden states between two graphs
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(("routing", "training"), [("top_k", False), ("threshold", True)])
 def test_what_counts_tokens_compiles_in_parts(routing, training):
     model, ids = make_model(depth_routing=routing, **SMALL).train(training), draw_tokens()
     compiled = torch.compile(model, backend="aot_eager")
-    # that is how Dynamo looks at hidden states between two graphs
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-        ours = compiled(ids, labels=ids, use_cache=False).loss
+    ours = compiled(ids, labels=ids, use_cache=False).loss
     torch.testing.assert_close(ours, model(ids, labels=ids, use_cache=False).loss)
     if training:
         ours.backward()
@@ -583,9 +523,9 @@ def test_autocast_leaves_scores_in_float32():
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_encoders_may_have_a_threshold():
+def test_encoders_may_have_a_threshold(make_mask):
     model = make_model(causal=False, depth_routing="threshold").double()
-    ids, mask = draw_tokens(), padding("left")
+    ids, mask = draw_tokens(), make_mask("left")
     with torch.no_grad():
         padded = model(ids, attention_mask=mask).logits[0, 7:]
         torch.testing.assert_close(padded, model(ids[:1, 7:]).logits[0])

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from meta_attention import MetaAttentionForCausalLM
+from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
 from meta_attention.evaluation.calibration import expected_calibration_error
 from meta_attention.evaluation.evaluate import evaluate_text
+from meta_attention.evaluation.forcing import force_expert
 from meta_attention.evaluation.perplexity import measure_perplexity
 
 TEXT = "The keeper counted the ships twice: once for luck."  # 50 bytes, one window
@@ -46,11 +47,15 @@ def test_windows_and_batches_count_every_token_once(model, tokenizer):
     assert other.routing.adaptivity == pytest.approx(result.routing.adaptivity, rel=1e-3)
 
 
-def test_forcing_judges_the_prediction_each_token_makes(model, tokenizer):
-    """Regret of the last layer, where a forced expert changes this token's prediction only."""
-    from meta_attention.evaluation.forcing import force_expert
-
+@pytest.mark.parametrize("depth", [{}, {"depth_capacity": 0.5, "depth_layers": (2,)}])
+def test_forcing_judges_the_prediction_each_token_makes(config, tokenizer, depth):
+    """Regret of the last layer, over the tokens that enter it."""
+    torch.manual_seed(0)
+    config = MetaAttentionConfig(**config.to_diff_dict() | depth)
+    model = MetaAttentionForCausalLM(config).eval()
     ids, free = output(model, tokenizer)
+    has_entered = free.routing_weights[2][0, :-1].sum(-1) > 0.0
+    assert (0 < has_entered.sum() < 49) if depth else has_entered.all()
 
     def losses(logits):
         return -logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
@@ -59,15 +64,18 @@ def test_forcing_judges_the_prediction_each_token_makes(model, tokenizer):
     for expert in range(2):
         with force_expert(model, [2], expert):
             forced.append(losses(output(model, tokenizer)[1].logits))
-    lowest, best = torch.stack(forced, -1).min(-1)
+    forced = torch.stack(forced, -1)
+    lowest = forced.min(-1).values
     confidence, top = free.routing_weights[2][0, :-1].max(-1)
+    # where a token sees no further than the window, both are the best
+    is_right = forced.gather(-1, top.unsqueeze(-1)).squeeze(-1) == lowest
 
     result = evaluate_text(model, tokenizer, TEXT, forced=True)
     last = result.forced.layers[-1]
-    assert last.regret == pytest.approx((losses(free.logits) - lowest).mean().item(), abs=1e-5)
-    assert last.routing_ece == pytest.approx(
-        expected_calibration_error(confidence, top == best), abs=1e-5
-    )
+    regret = (losses(free.logits) - lowest)[has_entered].mean().item()
+    assert last.regret == pytest.approx(regret, abs=1e-5)
+    ece = expected_calibration_error(confidence[has_entered], is_right[has_entered])
+    assert last.routing_ece == pytest.approx(ece, abs=1e-5)
 
 
 def test_the_dictionary_is_json_and_says_what_was_run(model, tokenizer):

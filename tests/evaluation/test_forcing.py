@@ -169,6 +169,28 @@ def test_tokens_that_may_pass_a_block_by_are_forced_all_alike_or_not_at_all(conf
     assert (weights[2][..., 0] == 1.0).all()
 
 
+@pytest.mark.parametrize("shape", [(4, 3), (4, 2, 3)])
+def test_tokens_that_pass_a_block_by_are_not_judged_there(shape, model):
+    table = torch.tensor([[1.0, 2.0, 3.0], [9.0, 1.0, 1.0], [2.0, 1.0, 3.0], [0.0, 5.0, 0.0]])
+    weights = torch.rand(shape).softmax(-1)
+    weights[[1, 3]] = 0.0
+    assert judged(model, table, weights) == judged(model, table[[0, 2]], weights[[0, 2]])
+
+
+def test_a_layer_that_nobody_enters_has_no_verdict(model):
+    table = torch.rand(4, 3)
+    judge = RouteJudge(model)
+    judge.add(
+        table[:, 0], [torch.zeros(4, 3), torch.ones(4, 1), torch.zeros(4, 2)], lambda: table[:, 0]
+    )
+    assert judge.verdict().layers == []
+    assert judge.verdict().regret is None
+    judge.add(
+        table[:, 0], [torch.zeros(4, 3), torch.ones(4, 1), torch.ones(4, 2)], lambda: table[:, 0]
+    )
+    assert [layer.layer for layer in judge.verdict().layers] == [2]
+
+
 def judged(model, table, weights, **options):
     """Verdict on layer 0, where experts have the losses of a table."""
 

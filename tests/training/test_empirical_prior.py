@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from meta_attention import MetaAttentionForCausalLM, RoutingPosterior, compute_aware_prior
 from meta_attention.errors import ConfigError
+from meta_attention.training.corpus import Corpus
 from meta_attention.training.empirical_prior import (
     EVERY,
     PRIOR_FILE,
@@ -14,10 +16,13 @@ from meta_attention.training.empirical_prior import (
     WEAKEST,
     EmpiricalPrior,
     estimate_strength,
+    text_to_look_at,
 )
 from meta_attention.training.logs import read_metrics, read_rows
+from meta_attention.training.packing import pack
 from meta_attention.training.recipes import tiny
 from meta_attention.training.run import train_model
+from meta_attention.training.tokenizer import build_tokenizer
 from meta_attention.training.trainer import MetaAttentionTrainer
 
 COSTS = torch.tensor([1.0, 0.15, 0.30])
@@ -88,6 +93,27 @@ def test_a_run_that_was_stopped_goes_on_with_its_estimate(settings, tmp_path, mo
         for folder in (tmp_path / "whole", tmp_path / "broken")
     ]
     assert losses[0] == losses[1]
+
+
+def test_an_estimate_looks_at_isolated_documents_as_training_does(settings, tmp_path):
+    corpus = Corpus("short", ["abcde", "fgh", "ijklmno"] * 20)
+    tokenizer = build_tokenizer("bytes", corpus)
+    apart, together = (pack(corpus, tokenizer, 16, isolate_documents=i) for i in (True, False))
+    torch.manual_seed(0)
+    config = settings.model_config(vocab_size=len(tokenizer))
+    config.initializer_range = 0.5
+    model = MetaAttentionForCausalLM(config).eval()
+    found, other = (
+        EmpiricalPrior(tmp_path, text_to_look_at(blocks), 1.0).estimate(model)
+        for blocks in (apart, together)
+    )
+    batch = default_collate([apart[index] for index in range(len(apart))])
+    with torch.no_grad():
+        out = model(batch["input_ids"], document_ids=batch["document_ids"], output_routing=True)
+    assert found == pytest.approx(
+        [estimate_strength(concentration, COSTS, 0.01) for concentration in out.concentrations]
+    )
+    assert found[1] != pytest.approx(other[1], rel=1e-4)
 
 
 def priors_of(model):

@@ -7,6 +7,7 @@ Shapes: N blocks, B of a batch, T their length, M = B * (T - 1) tokens scored, E
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from meta_attention.config import MetaAttentionConfig, RoutingName
@@ -28,6 +29,7 @@ from meta_attention.evaluation.inspect import DIRICHLET_SIGNALS, POINT_SIGNALS
 from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.evaluation.routing import RoutingTally, routed_as
 from meta_attention.experts import build_experts
+from meta_attention.layers import LayerOutput
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.routing import uncertainty_of
 
@@ -256,20 +258,16 @@ def measure_gates(
 def _score_gated(
     model: MetaAttentionForCausalLM, blocks: Tensor, batch_size: int
 ) -> dict[str, float]:
-    nats, hard, routed, executed = 0.0, 0.0, 0.0, Flops()
-    with evaluating(model):
+    nats, executed = 0.0, Flops()
+    with evaluating(model), counting_hard(model) as routes:
         for ids in blocks.split(batch_size):
             ids = ids.to(model.device)
             out = model(ids, use_cache=False, output_routing=True)
             nats += _losses(out.logits, ids).double().sum().item()
             executed += count_model(model.config, out.routing_weights)
-            for weights in out.routing_weights:
-                if weights.shape[-1] > 1:
-                    hard += (weights.max(dim=-1).values == 1.0).sum().item()
-                    routed += (weights.sum(dim=-1) > 0.0).sum().item()
     N, T = blocks.shape
     return {
-        "hard_share": hard / max(routed, 1.0),
+        "hard_share": routes["hard"] / max(routes.total(), 1),
         "loss": nats / (N * (T - 1)),
         "attention_flops": relative_flops(model.config, executed, N, T)["attention"],
     }
@@ -293,6 +291,28 @@ def read_passage(
         )
     tokens = [tokenizer.decode([token]) for token in blocks.flatten().tolist()]
     return {"tokens": tokens, "layers": layers}
+
+
+@contextmanager
+def counting_hard(model: MetaAttentionForCausalLM) -> Iterator[Counter[str]]:
+    """Routes of layers that have a choice, as ``"hard"`` and ``"soft"``; filled as it runs.
+
+    Weights do not tell: that of a soft route may round to one.
+    """
+    routes: Counter[str] = Counter()
+
+    def count(layer: nn.Module, inputs: Any, out: LayerOutput) -> None:
+        is_hard = out.routes.hard if out.is_padding is None else out.routes.hard[~out.is_padding]
+        hard = int(is_hard.sum())
+        routes.update(hard=hard, soft=is_hard.numel() - hard)
+
+    layers = [layer for layer in attention_layers(model) if len(layer.expert_names) > 1]
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        yield routes
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from meta_attention.testing import (
 )
 
 Forward = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # heads and routes -> rows
+Rows = Callable[..., Tensor]  # as attend_rows
 
 ALLOWANCE = 2.0  # times the error of plain PyTorch
 PEER_ALLOWANCE = 4.0  # peers are not on trial, but must not be timed on nonsense
@@ -102,8 +103,12 @@ def small_gates(
     device: torch.device,
     seed: int,
     gradients: bool,
+    definition: Forward | None = None,
 ) -> list[Gate]:
-    """Rows, and gradients if asked for, of a short sequence against their definition."""
+    """Rows, and gradients if asked for, of a short sequence against their definition.
+
+    Default: that of the experts in their routes.
+    """
     T = min(SMALL_LENGTH, max(shape.T, 2))
     small = OpShape(SMALL_BATCH, T, shape.H, shape.P, shape.window)
     data = make_heads(small, dtype=dtype, device=device, seed=seed)
@@ -123,13 +128,11 @@ def small_gates(
             found |= dict(zip(("d_query", "d_key", "d_value"), grads, strict=True))
         return found
 
-    def definition(q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
-        return defined_rows(q, k, v, r, shape.window)
-
+    define = partial(defined_rows, window=shape.window) if definition is None else definition
     cpu = torch.device("cpu")
     actual = rows_and_gradients(forward, dtype, device)
-    oracle = rows_and_gradients(definition, torch.float64, cpu)
-    plain = rows_and_gradients(definition, dtype, cpu)
+    oracle = rows_and_gradients(define, torch.float64, cpu)
+    plain = rows_and_gradients(define, dtype, cpu)
     return [gate(f"{name}, T={T}", actual[name], oracle[name], plain[name]) for name in oracle]
 
 
@@ -143,6 +146,7 @@ def sampled_gates(
     d_query: Tensor | None = None,
     experts: tuple[int, ...] = (FULL, LOCAL, LINEAR),
     allowance: float = ALLOWANCE,
+    linear: tuple[str, Rows] | None = None,
 ) -> list[Gate]:
     """Rows of the shape that is timed, and the gradient of their queries, against SDPA and so on.
 
@@ -155,8 +159,10 @@ def sampled_gates(
         d_query: Gradient of the queries, if that is to be judged too.
         experts: Those whose rows are judged.
         allowance: How many times the error of plain PyTorch is allowed.
+        linear: Name and definition of another expert in place of the linear one.
     """
-    names = {FULL: "full", LOCAL: "local", LINEAR: "linear"}
+    linear_name, linear_rows = linear or ("linear", partial(attend_rows, is_linear=True))
+    names = {FULL: "full", LOCAL: "local", LINEAR: linear_name}
     gates = []
     generator = torch.Generator().manual_seed(seed)
     B = len(routes)
@@ -172,7 +178,7 @@ def sampled_gates(
             key, value = data.key[b].detach(), data.value[b].detach()
             upstream = data.upstream[b, at]
             reach = {"first": first, "last": at}
-            define = partial(attend_rows, is_linear=expert == LINEAR)
+            define = linear_rows if expert == LINEAR else partial(attend_rows, is_linear=False)
             # SDPA has no linear attention
             by_torch = define if expert == LINEAR else sdpa_rows
             oracle, d_oracle = _with_gradient(
@@ -233,6 +239,33 @@ def attend_rows(
         scores = torch.einsum("mkgp,skp->kgms", q, key) * query.shape[-1] ** -0.5
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return torch.einsum("kgms,skp->mkgp", weights, value).flatten(1, 2)
+
+
+def state_space_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    last: Tensor,
+    *,
+    step: Tensor,
+    rate: Tensor,
+    skip: Tensor,
+) -> Tensor:
+    """As :func:`attend_rows`, of a state-space model: sums of all before, as far as they are left.
+
+    Steps ``[S, K]`` or more of them, rates ``[K]`` above 0, skip ``[H]``.
+    """
+    S, K = key.shape[:2]
+    step, rate, skip = (x.double().to(query.device) for x in (step[:S], rate, skip))
+    passed = (step * rate).cumsum(dim=0)
+    left = (passed - passed[last].unsqueeze(1)).clamp(max=0.0).exp()  # [M, S, K]
+    factors = (left * step).permute(2, 0, 1).unsqueeze(1) * _visible(first, last, S)
+    q = query.unflatten(1, (K, -1))  # [M, K, G, P]
+    weights = torch.einsum("mkgp,skp->kgms", q, key) * factors.to(query.dtype)
+    rows = torch.einsum("kgms,skp->mkgp", weights, value)
+    own = skip.to(query.dtype).view(K, -1, 1) * value[last].unsqueeze(2)
+    return (rows + own).flatten(1, 2)
 
 
 def sdpa_rows(query: Tensor, key: Tensor, value: Tensor, first: Tensor, last: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from meta_attention.bench.gates import (
     ALLOWANCE,
     PEER_ALLOWANCE,
     SMALL_LENGTH,
+    Rows,
     sampled_gates,
     small_gates,
     value_gradient_gate,
@@ -182,8 +183,12 @@ class ShapeBench:
         *,
         window: int | None = None,
         allowance: float = ALLOWANCE,
+        linear: tuple[str, Rows] | None = None,
     ) -> list[Gate]:
-        """Gates at the shape that is timed, also of the gradients where they are."""
+        """Gates at the shape that is timed, also of the gradients where they are.
+
+        ``linear`` as of :func:`sampled_gates`; its weights need not sum to one.
+        """
         check = partial(
             sampled_gates,
             data=self.data,
@@ -191,6 +196,7 @@ class ShapeBench:
             window=self.shape.window if window is None else window,
             seed=self.session.seed,
             allowance=allowance,
+            linear=linear,
         )
         if work == FORWARD:
             with torch.no_grad():
@@ -198,6 +204,8 @@ class ShapeBench:
         rows = forward()
         d_query, _, d_value = torch.autograd.grad(rows, self.data.heads, self.data.upstream)
         gates = check(rows.detach(), d_query=d_query)
+        if linear is not None:
+            return gates
         return [*gates, value_gradient_gate(d_value, self.data.upstream)]
 
     def softmax_flops(self, routes: Tensor, window: int) -> float:

@@ -1,12 +1,23 @@
-"""Peers of the attention op beside PyTorch's own: FlexAttention, a static hybrid, fla."""
+"""Peers of the attention op beside PyTorch's own: FlexAttention, a static hybrid, fla.
 
+And the experts that all tokens may go to alone: linear attention, a state-space model.
+"""
+
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meta_attention.bench.data import EXPERTS, FULL, LOCAL, Mix, attention_flops
-from meta_attention.bench.gates import ALLOWANCE, PEER_ALLOWANCE, sampled_gates
+from meta_attention.bench.gates import (
+    ALLOWANCE,
+    PEER_ALLOWANCE,
+    sampled_gates,
+    small_gates,
+    state_space_rows,
+)
 from meta_attention.bench.op_bench import ALL_LINEAR, ALL_LOCAL, ShapeBench
 from meta_attention.bench.peers import (
     FlexCall,
@@ -18,6 +29,7 @@ from meta_attention.bench.peers import (
 )
 from meta_attention.bench.rows import FORWARD, Row, Timing, fastest
 from meta_attention.bench.session import Work
+from meta_attention.experts.ssm import StateSpaceRates
 from meta_attention.ops.linear_attention import linear_attention
 from meta_attention.ops.route_plan import plan_routes
 from meta_attention.ops.routed_attention import routed_attention
@@ -28,6 +40,7 @@ FLEX_LOCAL = "FlexAttention, all local"
 HYBRID = "static hybrid"
 LINEAR_ONLY = "linear, all tokens"
 FLA = "fla linear attention"
+SSM_ONLY = "ssm, all tokens"
 
 # the static hybrid: one full layer in this many, the others with this window
 HYBRID_PERIOD, HYBRID_WINDOW = 6, 1024
@@ -131,6 +144,59 @@ def run_linear(bench: ShapeBench) -> list[Row]:
     return rows
 
 
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """A new state-space expert, but for its projection of step sizes: these are drawn."""
+
+    step: Tensor  # [T, K], the same in all sequences
+    rate: Tensor  # [K]
+    skip: Tensor  # [H]
+
+    @classmethod
+    def of(cls, bench: ShapeBench) -> "StateSpace":
+        T, H = bench.shape.T, bench.shape.H
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(bench.session.seed)
+            rates, noise = StateSpaceRates(H, H), torch.randn(T, H)
+        step = F.softplus(rates.step_bias + noise)
+        parts = (step, rates.log_rate.exp(), rates.skip)
+        return cls(*(x.detach().to(bench.session.device) for x in parts))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Rows [B, T, H, P], as the expert works them out."""
+        B, T = query.shape[:2]
+        step = self.step[:T].expand(B, -1, -1)
+        key = (key * step.unsqueeze(-1)).to(key.dtype)
+        decay = -step * self.rate
+        rows, _ = linear_attention(
+            query, key, value, causal=True, decay=decay, normalise=False, skip=self.skip
+        )
+        return rows
+
+    def define(self, query: Tensor, key: Tensor, value: Tensor, routes: Tensor) -> Tensor:
+        """The same by definition; routes are those of all tokens."""
+        last = torch.arange(query.shape[1], device=query.device)
+        reach = {"first": torch.zeros_like(last), "last": last}
+        return torch.stack(
+            [self.rows(*heads, **reach) for heads in zip(query, key, value, strict=True)]
+        )
+
+    def rows(self, query: Tensor, key: Tensor, value: Tensor, **reach: Tensor) -> Tensor:
+        """Single rows of one sequence."""
+        parts = {"step": self.step, "rate": self.rate, "skip": self.skip}
+        return state_space_rows(query, key, value, **reach, **parts)
+
+
+def run_state_space(bench: ShapeBench) -> list[Row]:
+    """A state-space model of all tokens."""
+    model = StateSpace.of(bench)
+    rows = [
+        bench.measure(SSM_ONLY, work, None, partial(_state_space_work, bench, model, work))
+        for work in bench.works
+    ]
+    return [bench.keep(row) for row in rows]
+
+
 def local_rows(query: Tensor, key: Tensor, value: Tensor, weights: Tensor, window: int) -> Tensor:
     """Routed attention where every token is local."""
     plan = plan_routes(weights, is_exclusive=True)
@@ -179,6 +245,26 @@ def _linear_work(bench: ShapeBench, work: str, by_fla: bool) -> Work:
     allowance = PEER_ALLOWANCE if by_fla else ALLOWANCE
     gates = bench.timed_gates(forward, routes, work, allowance=allowance)
     return bench.work(forward, work, gates, attention_flops(bench.shape, routes, EXPERTS))
+
+
+def _state_space_work(bench: ShapeBench, model: StateSpace, work: str) -> Work:
+    shape, session = bench.shape, bench.session
+    forward = partial(model.attend, *bench.data.heads)
+    gates = small_gates(
+        lambda q, k, v, routes: model.attend(q, k, v),
+        shape,
+        ALL_LINEAR,
+        dtype=session.dtype,
+        device=session.device,
+        seed=session.seed,
+        gradients=work != FORWARD,
+        definition=model.define,
+    )
+    routes = bench.draw(ALL_LINEAR)
+    gates += bench.timed_gates(forward, routes, work, linear=("ssm", model.rows))
+    # a state of P x P numbers for each head is added to and read
+    flops = 4.0 * shape.B * shape.T * shape.H * shape.P * shape.P
+    return bench.work(forward, work, gates, flops)
 
 
 def _own_linear(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from meta_attention.bench.data import Mix, OpShape
 from meta_attention.bench.op_bench import ALL_FULL, KnownGates, ShapeBench
-from meta_attention.bench.op_peers import HYBRID_WINDOW, run_flex, run_hybrid, run_linear
+from meta_attention.bench.op_peers import (
+    HYBRID_WINDOW,
+    run_flex,
+    run_hybrid,
+    run_linear,
+    run_state_space,
+)
 from meta_attention.bench.rows import BACKWARD, BOTH, CUDNN, FLASH, FORWARD, Row
 from meta_attention.bench.session import Session
 
@@ -94,5 +100,5 @@ def run_op(session: Session, plan: OpPlan = DEFAULT) -> list[Row]:
         if plan.hybrid_window is not None:
             rows += run_hybrid(bench, plan.hybrid_window, flex_works)
         if bench.shape.T in plan.linear_lengths:
-            rows += run_linear(bench)
+            rows += run_linear(bench) + run_state_space(bench)
     return rows

@@ -5,6 +5,7 @@ from meta_attention.depth.attention_residuals import (
     HalvedBlock,
     HalvedMixtureOfDepthsBlock,
     ResidualStream,
+    check_one_device,
     count_reads,
 )
 from meta_attention.depth.mixture_of_depths import (
@@ -25,5 +26,6 @@ __all__ = [
     "MixtureOfDepthsBlock",
     "ResidualStream",
     "TokenScore",
+    "check_one_device",
     "count_reads",
 ]

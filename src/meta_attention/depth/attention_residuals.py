@@ -23,6 +23,7 @@ altogether. Its logit is 0, and it has no direction: the weights of the other so
 smaller by one factor, which the norms take out, but for their eps.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from meta_attention.config import Impl, MetaAttentionConfig
 from meta_attention.depth.mixture_of_depths import DepthOutput, MixtureOfDepthsBlock
 from meta_attention.depth.packing import Entered
+from meta_attention.errors import ConfigError
 from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
 from meta_attention.layers.attention import Rotation
 from meta_attention.layers.cache import DecodeStep
@@ -187,6 +189,21 @@ class ResidualStream:
         choice = {"entered": attended.entered} if isinstance(attended, DepthOutput) else {}
         self.write(block(self.read(), half="feed_forward", **choice))
         return replace(attended, output=self.read())
+
+
+def check_one_device(modules: Iterable[nn.Module]) -> None:
+    """Raise where Accelerate has spread modules over devices; it moves what one hands to the next.
+
+    What a sublayer reads was written by all before it, which are not moved.
+    """
+    hooks = [getattr(module, "_hf_hook", None) for module in modules]
+    given = [getattr(hook, "execution_device", None) for hook in hooks if hook is not None]
+    devices = sorted({str(torch.device(device)) for device in given if device is not None})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"a model with Attention Residuals must be on one device, got {' and '.join(devices)}: "
+            'its blocks read those before them; load it with a device_map such as "cuda:0"'
+        )
 
 
 def count_reads(config: MetaAttentionConfig) -> int:

@@ -153,9 +153,13 @@ def evaluate_text(
 def expected_weights(weights: Tensor, concentration: Tensor | None) -> Tensor:
     """Expected weights: how sure a controller is of a route, also where it takes one expert only.
 
-    Without a posterior the weights themselves, which say nothing of a hard route.
+    Without a posterior the weights themselves, which say nothing of a hard route. Zero, as the
+    weights are, of a token that passed the block by.
     """
-    return weights if concentration is None else RoutingPosterior(concentration).mean
+    if concentration is None:
+        return weights
+    has_passed = weights.sum(dim=-1, keepdim=True) == 0.0
+    return RoutingPosterior(concentration).mean.masked_fill(has_passed, 0.0)
 
 
 def layer_kl(layer: RoutedLayer, concentration: Tensor | None) -> Tensor | None:

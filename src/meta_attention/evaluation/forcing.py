@@ -20,7 +20,7 @@ Shapes: B batch, T sequence, E experts of a layer, G key-value heads that have r
 M tokens judged.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -171,7 +171,10 @@ def _extremes(expert: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class LayerVerdict:
-    """How the routes of one layer compare with forcing its experts, mean over tokens."""
+    """How the routes of one layer compare with forcing its experts, mean over tokens.
+
+    Over those that enter the layer's block, where others pass it by: these have no route there.
+    """
 
     layer: int
     regret: float
@@ -195,21 +198,21 @@ class LayerVerdict:
 
 @dataclass(frozen=True, slots=True)
 class RouteVerdict:
-    """All routed layers, and their means."""
+    """All routed layers that a token entered, and their means; None if there are none."""
 
     layers: list[LayerVerdict]
 
     @property
-    def regret(self) -> float:
-        return sum(layer.regret for layer in self.layers) / len(self.layers)
+    def regret(self) -> float | None:
+        return _mean(layer.regret for layer in self.layers)
 
     @property
-    def static_regret(self) -> float:
-        return sum(layer.static_regret for layer in self.layers) / len(self.layers)
+    def static_regret(self) -> float | None:
+        return _mean(layer.static_regret for layer in self.layers)
 
     @property
-    def routing_ece(self) -> float:
-        return sum(layer.routing_ece for layer in self.layers) / len(self.layers)
+    def routing_ece(self) -> float | None:
+        return _mean(layer.routing_ece for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -238,8 +241,8 @@ class RouteJudge:
         }
         if not self.experts:
             raise ConfigError("forcing experts needs a layer of more than one, got none")
-        self.num_tokens = 0
-        self.chosen = 0.0
+        self.num_tokens = dict.fromkeys(self.experts, 0)
+        self.chosen = dict.fromkeys(self.experts, 0.0)
         # per layer [2, E]: loss with each expert forced, tokens for which it is best
         self.sums = {
             index: torch.zeros(2, len(names), dtype=torch.float64)
@@ -258,39 +261,49 @@ class RouteJudge:
 
         Args:
             loss: Loss of the next token ``[M]`` with the chosen routes, nats.
-            weights: Routing weights of these tokens ``[M, E]`` or ``[M, G, E]`` per layer.
+            weights: Routing weights of these tokens ``[M, E]`` or ``[M, G, E]`` per layer, zero of
+                those that passed its block by: they are not judged there.
             rescore: Returns the loss anew ``[M]``; called with each expert forced.
         """
-        self.num_tokens += len(loss)
-        self.chosen += loss.double().cpu().sum().item()
+        chosen = loss.double().cpu()
         for layer, names in self.experts.items():
+            weight = weights[layer].cpu()
+            has_entered = weight.flatten(1).sum(dim=-1) > 0.0  # [M]
             losses = []
             for expert in range(len(names)):
                 with force_expert(self.model, [layer], expert):
                     losses.append(rescore().double().cpu())
-            forced = torch.stack(losses, dim=-1)  # [M, E]
+            forced = torch.stack(losses, dim=-1)[has_entered]  # [those, E]
             lowest = forced.amin(dim=-1, keepdim=True)
             is_best = forced <= lowest + self.tie
+            self.num_tokens[layer] += len(forced)
+            self.chosen[layer] += chosen[has_entered].sum().item()
             self.best[layer] += lowest.sum().item()
             self.sums[layer][0] += forced.sum(dim=0)
             self.sums[layer][1] += (is_best / is_best.sum(dim=-1, keepdim=True)).sum(dim=0)
-            confidence, top = weights[layer].cpu().max(dim=-1)  # [M] or [M, G]
+            confidence, top = weight[has_entered].max(dim=-1)  # [those] or [those, G]
             is_right = is_best.gather(-1, top.flatten(1) if top.dim() > 1 else top.unsqueeze(-1))
             self.calibration[layer].add(confidence, is_right.view_as(top))
 
     def verdict(self) -> RouteVerdict:
         """Figures over every token judged so far."""
-        return RouteVerdict([self._verdict_on(layer) for layer in self.experts])
+        judged = [layer for layer in self.experts if self.num_tokens[layer]]
+        return RouteVerdict([self._verdict_on(layer) for layer in judged])
 
     def _verdict_on(self, layer: int) -> LayerVerdict:
-        n = max(self.num_tokens, 1)
+        n, chosen = self.num_tokens[layer], self.chosen[layer]
         losses, best = (self.sums[layer] / n).tolist()
         names = self.experts[layer]
         return LayerVerdict(
             layer,
-            regret=(self.chosen - self.best[layer]) / n,
-            static_regret=self.chosen / n - min(losses),
+            regret=(chosen - self.best[layer]) / n,
+            static_regret=chosen / n - min(losses),
             routing_ece=self.calibration[layer].error,
             forced_loss=dict(zip(names, losses, strict=True)),
             best_share=dict(zip(names, best, strict=True)),
         )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return sum(known) / len(known) if known else None

@@ -21,6 +21,7 @@ from meta_attention.depth import (
     HalvedMixtureOfDepthsBlock,
     MixtureOfDepthsBlock,
     TokenScore,
+    check_one_device,
 )
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.experts import StateSpaceRates
@@ -199,6 +200,8 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 f"input_ids must be whole numbers [B, T], got {input_ids.dtype} "
                 f"{list(input_ids.shape)}"
             )
+        if self.residuals is not None:
+            check_one_device([self.embed_tokens, self.residuals, *self.layers])
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if x.dim() != 3:
             raise ShapeError(f"inputs_embeds must be [B, T, D], got {list(x.shape)}")

@@ -66,11 +66,11 @@ class EmpiricalPrior(RowLog):
 
     Args:
         folder: Of the run.
-        blocks: Training text ``[N, T]`` that posteriors are looked at on.
+        blocks: Training text that posteriors are looked at on, as :func:`text_to_look_at` has it.
         first: Strength until the first estimate.
     """
 
-    def __init__(self, folder: Path, blocks: Tensor, first: float) -> None:
+    def __init__(self, folder: Path, blocks: dict[str, Tensor], first: float) -> None:
         super().__init__(folder, PRIOR_FILE)
         self.blocks = blocks
         self.first = first
@@ -102,9 +102,8 @@ class EmpiricalPrior(RowLog):
         """Strength of every layer; of one that has no prior to estimate, as it is."""
         with evaluating(model):
             # logits of all these blocks at once would take the most memory, and nobody reads them
-            out = model(
-                self.blocks.to(model.device), use_cache=False, output_routing=True, logits_to_keep=1
-            )
+            blocks = {name: given.to(model.device) for name, given in self.blocks.items()}
+            out = model(**blocks, use_cache=False, output_routing=True, logits_to_keep=1)
         found = []
         routes = zip(attention_layers(model), out.routing_weights, out.concentrations, strict=True)
         for layer, weights, concentration in routes:
@@ -126,8 +125,10 @@ class EmpiricalPrior(RowLog):
         model.config.prior_strength = tuple(strengths)
 
 
-def text_to_look_at(dataset: Any, num_blocks: int = 32) -> Tensor:
-    """Blocks spread over a training text ``[N, T]``."""
+def text_to_look_at(dataset: Any, num_blocks: int = 32) -> dict[str, Tensor]:
+    """Blocks spread over a training text ``[N, T]``, with their documents where these are apart."""
     num_blocks = min(num_blocks, len(dataset))
     step = len(dataset) // num_blocks
-    return torch.stack([dataset[index * step]["input_ids"] for index in range(num_blocks)])
+    blocks = [dataset[index * step] for index in range(num_blocks)]
+    names = blocks[0].keys() & {"input_ids", "document_ids"}
+    return {name: torch.stack([block[name] for block in blocks]) for name in names}
