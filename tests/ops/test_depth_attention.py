@@ -89,6 +89,25 @@ def test_a_query_learns_from_the_row_that_was_used(used, kernel_device):
     assert gradient[torch.arange(3) != used].eq(0.0).all()
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("num_parts", [0, 1, 2])
+def test_a_sum_that_nothing_reads_later_has_its_gradient(num_parts, kernel_device):
+    drawn = (torch.randn(4, 1, 5, 24), torch.randn(1, 24) / 24**0.5)
+
+    def gradients(impl, device="cpu", dtype=torch.float32):
+        data, queries = (x.to(device, dtype).requires_grad_() for x in drawn)
+        sources = open_sources(data[0], 2, eps=1e-6, impl=impl)
+        sources.add(data[1])
+        (row,) = sources.attend(queries)
+        mixed, _ = sources.join(row, *data[2 : 2 + num_parts])
+        return torch.autograd.grad(mixed.pow(3).sum(), (data, queries))
+
+    exact, plain = gradients("reference", dtype=torch.float64), gradients("reference")
+    for i, found in enumerate(gradients("triton", kernel_device)):
+        name = ("d_data", "d_queries")[i]
+        assert_within_error_budget(name, found.cpu(), exact[i], plain[i], roundings=4.0)
+
+
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_parts_of_two_precisions_make_a_sum_of_the_finer(impl, kernel_device):
     fine = torch.randn(1, 4, 8, device=kernel_device, requires_grad=True)
