@@ -7,6 +7,8 @@ attention alone: the less a step costs otherwise, the more of it this is.
 
     python benchmarks/bench_residuals.py --out benchmarks/results/residuals_h200.json
     python benchmarks/bench_residuals.py --compile blocks --experts full linear local
+    python benchmarks/bench_residuals.py --hidden-size 1024 2048 4096 --variants plain block
+    python benchmarks/bench_residuals.py --rounds 1 --profile
     python benchmarks/bench_residuals.py --smoke
 """
 
@@ -21,6 +23,7 @@ import torch
 from bench_training_step import machine, peak_mib, time_steps
 from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
 from meta_attention.config import ResidualName
@@ -32,8 +35,10 @@ VARIANTS: dict[str, ResidualName] = {
 }
 # what the block variant may add to a step at 24 layers
 TARGET = 0.04
+# kernels of a profile, the longest first
+MAX_KERNELS = 25
 SMOKE = {
-    "hidden_size": 64,
+    "hidden_sizes": [64],
     "layers": 4,
     "length": 64,
     "batch_size": 2,
@@ -60,7 +65,7 @@ def make_model(args: argparse.Namespace, variant: str) -> MetaAttentionForCausal
     return MetaAttentionForCausalLM(config).to(args.device).train()
 
 
-def measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, variant: str, *, profiles: bool) -> dict[str, Any]:
     """One round of one model, which is made for it and let go after it."""
     model = make_model(args, variant)
     is_cuda = args.device == "cuda"
@@ -76,19 +81,44 @@ def measure(args: argparse.Namespace, variant: str) -> dict[str, Any]:
     ids = torch.randint(args.vocabulary, (args.batch_size, args.length), device=args.device)
     losses, seconds = time_steps(model, optimiser, ids, args)
     assert losses[-1] < losses[0], f"{variant}: the loss did not fall: {losses}"
+    peak = peak_mib(args)
     return {
         "first_loss": losses[0],
         "seconds": seconds,
-        "peak_mib": peak_mib(args),
+        "peak_mib": peak,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "kernels": profile_step(model, optimiser, ids, args) if profiles else None,
     }
+
+
+def profile_step(
+    model: MetaAttentionForCausalLM,
+    optimiser: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    args: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """What one step runs on the device, summed by name; on a CPU its operators."""
+    is_cuda = args.device == "cuda"
+    activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
+    one = argparse.Namespace(**vars(args) | {"warmup": 0, "steps": 1})
+    with profile(activities=[activity]) as recorded:
+        time_steps(model, optimiser, ids, one)
+    rows = []
+    for event in recorded.key_averages():
+        us = event.self_device_time_total if is_cuda else event.self_cpu_time_total
+        # a label over others would count them twice
+        if us > 0 and not event.is_user_annotation:
+            rows.append({"name": event.key, "calls": event.count, "ms": us / 1e3})
+    return sorted(rows, key=lambda row: -row["ms"])[:MAX_KERNELS]
 
 
 def collect(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     rounds: dict[str, list[dict[str, Any]]] = {variant: [] for variant in args.variants}
     for number in range(args.rounds):
         for variant in args.variants:
-            result = measure(args, variant)
+            # once, when all that is timed has been
+            is_last = number == args.rounds - 1
+            result = measure(args, variant, profiles=args.profile and is_last)
             rounds[variant].append(result)
             # the model goes before the next one comes
             gc.collect()
@@ -121,6 +151,7 @@ def make_rows(
         rows.append(
             {
                 "variant": variant,
+                "hidden_size": args.hidden_size,
                 "parameters": results[0]["parameters"],
                 "first_loss": first,
                 "step_ms": median * 1e3,
@@ -129,6 +160,7 @@ def make_rows(
                 "tokens_per_s": args.batch_size * args.length / median,
                 "peak_mib": None if None in peaks else max(peaks),
             }
+            | ({"kernels": results[-1]["kernels"]} if args.profile else {})
         )
     return rows
 
@@ -151,6 +183,12 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
     Console(width=120).print(table)
 
 
+def print_kernels(row: dict[str, Any]) -> None:
+    print(f"{row['variant']}, D={row['hidden_size']}: ms, calls and name of each kernel of a step")
+    for kernel in row["kernels"]:
+        print(f"  {kernel['ms']:9.3f} {kernel['calls']:6d}  {kernel['name'][:90]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -162,7 +200,9 @@ def main() -> None:
     )
     parser.add_argument("--experts", nargs="+", default=["full"])
     parser.add_argument("--blocks", type=int, default=8, help="of the block variant")
-    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument(
+        "--hidden-size", dest="hidden_sizes", nargs="+", type=int, default=[1024], metavar="D"
+    )
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--vocabulary", type=int, default=32000)
@@ -175,6 +215,9 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--impl", choices=("auto", "reference", "triton"), default="auto")
     parser.add_argument("--no-bf16", dest="bf16", action="store_false")
+    parser.add_argument(
+        "--profile", action="store_true", help="of one more step of each model: time by kernel"
+    )
     parser.add_argument("--smoke", action="store_true", help="a size for a CPU, to see it run")
     parser.add_argument("--out", type=Path, help="write rows, machine and versions to this file")
     args = parser.parse_args()
@@ -183,17 +226,24 @@ def main() -> None:
     if args.variants[0] != "plain":
         parser.error("--variants must begin with plain: the others are compared with it")
 
-    rows = make_rows(args, collect(args))
-    title = f"D={args.hidden_size}, {args.layers} layers, T={args.length}, batch {args.batch_size}"
-    print_table(rows, title)
-    for row in rows:
-        # what was promised, of the size it was promised for
-        if row["variant"] == "block" and args.device == "cuda" and args.layers == 24:
-            verdict = "met" if row["overhead"] < TARGET else "missed"
-            print(f"block variant under {TARGET:.0%} of a step: {verdict}")
+    rows: list[dict[str, Any]] = []
+    for width in args.hidden_sizes:
+        args.hidden_size = width
+        found = make_rows(args, collect(args))
+        rows += found
+        shape = f"{args.layers} layers, T={args.length}, batch {args.batch_size}"
+        print_table(found, f"D={args.hidden_size}, {shape}")
+        for row in found:
+            if args.profile:
+                print_kernels(row)
+            # what was promised, of the size it was promised for
+            if row["variant"] == "block" and args.device == "cuda" and args.layers == 24:
+                verdict = "met" if row["overhead"] < TARGET else "missed"
+                print(f"block variant under {TARGET:.0%} of a step: {verdict}")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {k: v for k, v in vars(args).items() if k not in ("out", "variants")}
+        left_out = ("out", "variants", "hidden_size")
+        settings = {k: v for k, v in vars(args).items() if k not in left_out}
         document = {"machine": machine(args.device), "settings": settings, "rows": rows}
         args.out.write_text(json.dumps(document, indent=1) + "\n")
 

@@ -110,12 +110,12 @@ def run_depth(D: int, dtype: torch.dtype) -> None:
     sources = open_sources(data[0], 3, eps=1e-6)
     sources.add(data[1])
     first, second = sources.attend(queries[:2])
-    row, _ = sources.join(first, None, queries[0])
-    joined, partial = sources.join(second, row + data[2], queries[1])
+    row, _ = sources.join(first)
+    joined, partial = sources.join(second, row, data[2])
     assert partial is not None
-    sources.add(partial + data[3])
+    sources.add(partial, data[3])
     (last,) = sources.attend(queries[2:3])
-    mixed, _ = sources.join(last, None, queries[2])
+    mixed, _ = sources.join(last)
     gradients = torch.autograd.grad((mixed + joined).float().square().sum(), [data, queries])
     for tensor in (mixed, joined, *gradients):
         assert tensor.isfinite().all(), (D, dtype)

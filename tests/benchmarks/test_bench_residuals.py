@@ -20,8 +20,29 @@ def test_it_runs_on_a_cpu_and_writes_what_it_measured(tmp_path, monkeypatch, cap
     # nine queries of 64
     assert rows["full"]["parameters"] - rows["plain"]["parameters"] == 9 * 64
     assert rows["block"]["first_loss"] == pytest.approx(rows["plain"]["first_loss"], rel=0.01)
+    assert "kernels" not in rows["plain"]
     # the promise is of 24 layers on a GPU
-    assert "of a step" not in capsys.readouterr().out
+    assert "% of a step" not in capsys.readouterr().out
+
+
+def test_a_profile_says_what_a_step_runs_at_each_width(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "residuals.json"
+    monkeypatch.setitem(bench_residuals.SMOKE, "hidden_sizes", [64, 128])
+    options = ["--device", "cpu", "--smoke", "--profile", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench", *options, "--variants", "plain", "block"])
+    bench_residuals.main()
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["hidden_size"], row["variant"]) for row in rows] == [
+        *((64, "plain"), (64, "block"), (128, "plain"), (128, "block"))
+    ]
+    shown = capsys.readouterr().out
+    for row in rows:
+        kernels = row["kernels"]
+        assert len(kernels) == bench_residuals.MAX_KERNELS
+        assert [k["ms"] for k in kernels] == sorted((k["ms"] for k in kernels), reverse=True)
+        assert f"{row['variant']}, D={row['hidden_size']}" in shown
+    # of one step: seven matrices in each of four blocks and one more, with two gradients each
+    assert {k["name"]: k["calls"] for k in rows[0]["kernels"]}["aten::mm"] == 3 * (4 * 7 + 1)
 
 
 def test_nothing_is_measured_without_the_plain_model(monkeypatch, capsys):

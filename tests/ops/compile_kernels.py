@@ -114,15 +114,16 @@ def main():
     rotate_triton(heads[0].detach(), table, table)
     route_merge_triton(torch.zeros(B, T, 3), [x, x, x], False)
 
-    # the inputs of a group of six sublayers, the second of which has a sum to join, and the last
+    # the inputs of a group of six sublayers, some of which have a part or two to join, and the last
     x = torch.zeros(B, T, 1024, dtype=half, requires_grad=True)
     queries = torch.zeros(7, 1024, requires_grad=True)
     sources = BankedSources(x, 2, 1e-6)
-    first, second, *_ = sources.attend(queries[:6])
-    mixed, partial = sources.join(second, sources.join(first, None, queries[0])[0], queries[1])
-    sources.add(mixed + partial)
+    first, second, third, *_ = sources.attend(queries[:6])
+    output, partial = sources.join(second, sources.join(first)[0])
+    output, partial = sources.join(third, partial, output)
+    sources.add(partial, output)
     (last,) = sources.attend(queries[6:])
-    torch.autograd.grad(sources.join(last, None, queries[6])[0].sum(), [x, queries])
+    torch.autograd.grad(sources.join(last)[0].sum(), [x, queries])
 
     query, new = torch.zeros(B, H, P, dtype=half), torch.zeros(B, K, P, dtype=half)
     cache = torch.zeros(B, K, T, P, dtype=half)

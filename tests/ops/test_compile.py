@@ -34,6 +34,7 @@ KERNELS = {
     "rotate_kernel",
     "route_merge_fwd_kernel",
     "routed_decode_kernel",
+    "depth_add_kernel",
     "depth_attend_fwd_kernel",
     "depth_attend_bwd_kernel",
     "depth_join_fwd_kernel",

@@ -139,14 +139,16 @@ class ResidualStream:
     """
 
     def __init__(self, residuals: AttentionResiduals, embedding: Tensor) -> None:
-        self.queries = residuals.queries
+        # one gradient for all of them, not one as large for each
+        self.queries = residuals.queries.unbind()
         # after the last group there is nothing but the final norm to read
         self.ends = [*residuals.ends, residuals.ends[-1] + 1]
         self.embedding = embedding
         self.sources = open_sources(
             embedding, len(self.ends), eps=residuals.eps, impl=residuals.impl
         )
-        self.partial: Tensor | None = None  # [B, T, D], sum of the group so far
+        # the group so far: what is summed, and the output after it, [B, T, D] each
+        self.parts: list[Tensor] = []
         self.rows: list[DepthRow] = []  # of the next sublayers
         self.sublayer = 0
         self.group = 0
@@ -159,17 +161,18 @@ class ResidualStream:
         if not self.rows:
             # finished groups do not change within a group: for all of its sublayers at once
             end = min(self.ends[self.group], at + self.sources.max_rows)
-            self.rows = self.sources.attend(self.queries[at:end])
-        mixed, self.partial = self.sources.join(self.rows.pop(0), self.partial, self.queries[at])
+            self.rows = self.sources.attend(torch.stack(self.queries[at:end]))
+        mixed, partial = self.sources.join(self.rows.pop(0), *self.parts)
+        self.parts = [] if partial is None else [partial]
         return mixed
 
     def write(self, output: Tensor) -> None:
         """Take the output ``[B, T, D]`` of the sublayer that was read for."""
-        self.partial = output if self.partial is None else self.partial + output
+        self.parts.append(output)
         self.sublayer += 1
         if self.sublayer == self.ends[self.group]:
-            self.sources.add(self.partial)
-            self.partial = None
+            self.sources.add(*self.parts)
+            self.parts = []
             self.group += 1
 
     def through(self, block: nn.Module, x: Tensor, *arguments: object) -> LayerOutput:

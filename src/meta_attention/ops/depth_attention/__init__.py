@@ -30,6 +30,7 @@ class DepthRow:
     numerator: Tensor  # [N, D], sum of exp(logit - maximum) * source
     denominator: Tensor  # [N], sum of exp(logit - maximum)
     maximum: Tensor  # [N], of the logits; any other number would do, so it has no gradient
+    query: Tensor  # [D]
     count: int
 
 
@@ -39,20 +40,20 @@ class Sources(Protocol):
     max_rows: int
     """Most rows of one call of :meth:`attend`."""
 
-    def add(self, source: Tensor) -> None:
-        """One more source ``[N, D]``."""
+    def add(self, *parts: Tensor) -> None:
+        """One more source ``[N, D]``: the sum of one or two parts."""
 
     def attend(self, queries: Tensor) -> list[DepthRow]:
         """The softmax of each of some queries ``[S, D]`` over all sources."""
 
-    def join(
-        self, row: DepthRow, partial: Tensor | None, query: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """The finished row ``[N, D]``, with ``partial`` as one more source.
+    def join(self, row: DepthRow, *parts: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The finished row ``[N, D]``, with the sum of up to two parts as one more source.
+
+        To be called once for a row.
 
         Returns:
-            The row, in the precision of the first source, and ``partial``. What follows must go
-            on with that one: its gradient then takes no pass of its own.
+            The row, in the precision of the first source, and the sum of the parts. What follows
+            must go on with that one: its gradient then takes no pass of its own.
         """
 
 

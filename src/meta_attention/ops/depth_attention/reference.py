@@ -19,8 +19,8 @@ class ListedSources:
         # at least float32; stays float64 when the tests use it as an oracle
         self.compute = torch.promote_types(first.dtype, torch.float32)
 
-    def add(self, source: Tensor) -> None:
-        self.sources.append(source)
+    def add(self, *parts: Tensor) -> None:
+        self.sources.append(_sum(parts))
 
     def attend(self, queries: Tensor) -> list[DepthRow]:
         logits = [self._logits(source, queries) for source in self.sources]  # [B, T, S] each
@@ -33,15 +33,14 @@ class ListedSources:
             for weight, source in zip(weights, self.sources, strict=True):
                 numerator = numerator + weight[j].unsqueeze(-1) * source.to(self.compute)
                 denominator = denominator + weight[j]
-            rows.append(DepthRow(numerator, denominator, highest, len(self.sources)))
+            rows.append(DepthRow(numerator, denominator, highest, queries[j], len(self.sources)))
         return rows
 
-    def join(
-        self, row: DepthRow, partial: Tensor | None, query: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def join(self, row: DepthRow, *parts: Tensor) -> tuple[Tensor, Tensor | None]:
         numerator, denominator, count = row.numerator, row.denominator, row.count
+        partial = _sum(parts) if parts else None
         if partial is not None:
-            logit = self._logits(partial, query.unsqueeze(0)).squeeze(-1)  # [B, T]
+            logit = self._logits(partial, row.query.unsqueeze(0)).squeeze(-1)  # [B, T]
             # the larger of the two, so that neither exponential overflows
             maximum = torch.maximum(row.maximum, logit.detach())
             weight, rest = torch.exp(logit - maximum), torch.exp(row.maximum - maximum)
@@ -58,3 +57,7 @@ class ListedSources:
             source = source.to(self.compute)
             scale = torch.rsqrt(source.square().mean(dim=-1, keepdim=True) + self.eps)
             return F.linear(source, queries.to(self.compute)) * scale
+
+
+def _sum(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
