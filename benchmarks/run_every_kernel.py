@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from meta_attention.ops.controller_logits import Network, controller_logits
 from meta_attention.ops.depth_attention import open_sources
 from meta_attention.ops.linear_attention import linear_attention
 from meta_attention.ops.route_merge import route_merge
 from meta_attention.ops.route_plan import plan_routes
+from meta_attention.ops.route_tokens import route_tokens
 from meta_attention.ops.routed_attention import routed_attention
 from meta_attention.ops.routed_decode import LinearStep, routed_decode
 
@@ -103,6 +105,28 @@ def run_decode(
     assert rows.isfinite().all(), (P, dtype)
 
 
+def run_controller(D: int, W: int, dtype: torch.dtype, *, G: int = 1) -> None:
+    """The controller's network, and routes by it with a prior and without."""
+    x = torch.randn(B, T, D, device="cuda", dtype=dtype)
+    position_ids = torch.arange(T, device="cuda").expand(B, -1)
+    shapes = ((W, D + 2), (W,), (3 * G, W), (3 * G,))
+    network = Network(*(torch.randn(shape, device="cuda") for shape in shapes))
+    with torch.no_grad():
+        logits = controller_logits(x, position_ids, network, max_positions=T, impl="triton")
+    assert logits.isfinite().all(), (D, W, dtype)
+    for prior in (None, torch.ones(3, device="cuda")):
+        weights = route_tokens(
+            x,
+            position_ids,
+            network,
+            prior_concentration=prior,
+            groups=(G,) if G > 1 else (),
+            max_positions=T,
+            impl="triton",
+        )
+        assert (weights.sum(dim=-1) == 1).all(), (D, W, dtype)
+
+
 def run_depth(D: int, dtype: torch.dtype) -> None:
     """Two sublayers over a growing number of sources, forward and backward."""
     data = torch.randn(4, B, T, D, device="cuda", dtype=dtype, requires_grad=True)
@@ -132,6 +156,10 @@ def main() -> None:
     run_decode(128, torch.bfloat16)
     run_decode(128, torch.bfloat16, forgets=True)
     run_decode(64, torch.bfloat16, num_sinks=4, softcap=50.0)
+    run_controller(576, 64, torch.bfloat16)
+    run_controller(100, 128, torch.bfloat16, G=2)
+    run_controller(77, 256, torch.bfloat16)
+    run_controller(77, 50, torch.float32, G=2)
     run_depth(1024, torch.bfloat16)
     run_depth(96, torch.float32)
     torch.cuda.synchronize()

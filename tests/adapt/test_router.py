@@ -1,13 +1,17 @@
 """Routing inside another model keeps the invariants of our own layer."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 
 from meta_attention import adapt
-from meta_attention.adapt import collect_routing, routed_as, routers_of
+from meta_attention.adapt import collect_routing, routed_as, router, routers_of
 from meta_attention.adapt.router import Inputs, unrotate
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
+from meta_attention.evaluation.beliefs import watch_beliefs
+from meta_attention.evaluation.forcing import force_expert
 from meta_attention.layers import execution
 from meta_attention.ops.rotary import rotate
 from meta_attention.testing.pretrained import (
@@ -256,6 +260,96 @@ def test_training_draws_routes_and_evaluation_does_not():
         assert torch.equal(model(ids).logits, model(ids).logits)
         model.train()
         assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def make_direct(device, **settings):
+    """A model whose controllers run as kernels; the rest is slow where these are interpreted."""
+    model = make_routed(**settings).to(device)
+    for each in routers_of(model):
+        each.controller.config = deepcopy(each.controller.config)
+        each.controller.config.impl = "triton"
+    return model
+
+
+def count_direct(monkeypatch):
+    """Calls of layers that went from tokens to routes at once, as they are made."""
+    calls = []
+
+    def note(*args):
+        calls.append(route_directly(*args))
+        return calls[-1]
+
+    route_directly = router.route_directly
+    monkeypatch.setattr(router, "route_directly", note)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"route_granularity": "kv_head"}, {"controller": "prior_free"}],
+    ids=["token", "kv_head", "prior_free"],
+)
+@torch.no_grad()
+def test_routes_are_the_same_without_a_posterior(settings, kernel_device, monkeypatch):
+    model = make_direct(kernel_device, **settings)
+    ids, mask = (x.to(kernel_device) for x in pad_rows(draw_tokens(2, 20), [20, 13], "left"))
+    calls = count_direct(monkeypatch)
+    direct = model(ids, attention_mask=mask).logits
+    assert len(calls) == 2
+    with collect_routing(model) as record:
+        asked = model(ids, attention_mask=mask).logits
+    assert len(calls) == 2
+    for weights, out in zip(calls, record.layers.values(), strict=True):
+        assert torch.equal(weights, out.routes.weights)
+        assert weights.flatten(0, -2).sum(dim=0).min() > 0
+    assert torch.equal(direct, asked)
+
+
+@pytest.mark.parametrize("granularity", ["token", "kv_head"])
+@torch.no_grad()
+def test_decoding_without_a_posterior_equals_one_pass(granularity, kernel_device, monkeypatch):
+    model = make_direct(kernel_device, route_granularity=granularity)
+    ids = draw_tokens(2, 18).to(kernel_device)
+    calls = count_direct(monkeypatch)
+    whole = model(ids).logits
+    out = model(ids[:, :13])
+    steps = [out.logits]
+    for at in range(13, 18):
+        out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
+        steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, **CLOSE)
+    # layer by layer, of 7 calls
+    assert len(calls) == 14
+    for layer in range(2):
+        one_pass, *parts = calls[layer::2]
+        assert torch.equal(torch.cat(parts, dim=1), one_pass)
+
+
+@torch.no_grad()
+def test_posteriors_are_there_where_they_are_used(kernel_device, monkeypatch):
+    model = make_direct(kernel_device, routing="gated", uncertainty_threshold=0.05)
+    ids = draw_tokens(1, 12).to(kernel_device)
+    calls = count_direct(monkeypatch)
+    for way in ("gated", "soft", "local", "full"):
+        with routed_as(model, way):
+            model(ids)
+    with routed_as(model, "hard"):
+        with force_expert(model, [0, 1], 1):
+            model(ids)
+        with watch_beliefs(model) as beliefs:
+            model(ids)
+        assert sorted(beliefs) == [0, 1]
+        model.train()
+        model(ids)
+        model.eval()
+        with torch.enable_grad():
+            model(ids)
+        assert not calls
+        model(ids)
+        assert len(calls) == 2
+    with routed_as(model, {0: "hard", 1: "soft"}):
+        model(ids)
+    assert len(calls) == 3
 
 
 @pytest.mark.parametrize("width", [8, 4])

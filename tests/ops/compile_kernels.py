@@ -53,8 +53,8 @@ GluonJITFunction.__getitem__ = compile_only
 
 
 def main():
-    from meta_attention.ops.controller_logits import Network
-    from meta_attention.ops.controller_logits.kernel import controller_logits_triton
+    from meta_attention.ops.controller_logits import MAX_KERNEL_WIDTH, Network
+    from meta_attention.ops.controller_logits import kernel as controller_logits
     from meta_attention.ops.depth_attention.kernel import BankedSources
     from meta_attention.ops.linear_attention import hopper as linear_hopper
     from meta_attention.ops.linear_attention.kernel import linear_attention_triton
@@ -62,6 +62,7 @@ def main():
     from meta_attention.ops.route_merge.kernel import route_merge_triton
     from meta_attention.ops.route_plan import RoutePlan
     from meta_attention.ops.route_plan.kernel import plan_routes_triton
+    from meta_attention.ops.route_tokens import kernel as route_tokens
     from meta_attention.ops.routed_attention import hopper, kernel
     from meta_attention.ops.routed_decode import LinearStep
     from meta_attention.ops.routed_decode.kernel import routed_decode_triton
@@ -108,8 +109,18 @@ def main():
     torch.autograd.grad(rows.sum(), [*narrow, decay, skip])
 
     x = torch.zeros(B, T, 256, dtype=half)
-    network = Network(torch.zeros(64, 258), torch.zeros(64), torch.zeros(3, 64), torch.zeros(3))
-    controller_logits_triton(x, torch.zeros(B, T, dtype=torch.long), network, 1024)
+    position_ids = torch.zeros(B, T, dtype=torch.long)
+    large, small = controller_logits.LARGE_TILES, controller_logits.TILES
+    widest_large = controller_logits.MAX_LARGE_WIDTH
+    for W, states in ((64, x), (widest_large, x), (MAX_KERNEL_WIDTH, x), (64, x.float())):
+        # as on the GPU
+        tiles = large if states.dtype == half and widest_large >= W else small
+        controller_logits.choose_tiles = route_tokens.choose_tiles = lambda *_, t=tiles: t
+        shapes = ((W, 258), (W,), (6, W), (6,))
+        network = Network(*(torch.zeros(shape) for shape in shapes))
+        controller_logits.controller_logits_triton(states, position_ids, network, 1024)
+        for prior, groups in ((torch.ones(3), (2,)), (None, ())):
+            route_tokens.route_tokens_triton(states, position_ids, network, prior, groups, 1024)
     table = torch.zeros(1, T, P, dtype=half)
     rotate_triton(heads[0].detach(), table, table)
     route_merge_triton(torch.zeros(B, T, 3), [x, x, x], False)

@@ -31,6 +31,7 @@ KERNELS = {
     "linear_attention_hopper_key_kernel",
     "split_weights_kernel",
     "controller_logits_kernel",
+    "route_tokens_kernel",
     "rotate_kernel",
     "route_merge_fwd_kernel",
     "routed_decode_kernel",

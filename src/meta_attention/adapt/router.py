@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from meta_attention.adapt.adaptation import Adaptation, Record, Routing, Way
+from meta_attention.adapt.adaptation import Adaptation, Layout, Record, Routing, Way
 from meta_attention.adapt.memory import BaseMemory
 from meta_attention.config import RoutingName
 from meta_attention.controller import Posterior, build_controller
@@ -31,7 +31,7 @@ from meta_attention.experts import (
 from meta_attention.layers import LayerOutput
 from meta_attention.layers.execution import ExpertExecution, HeadsByKind, HeadsKind
 from meta_attention.ops.rotary import rotate
-from meta_attention.routing import Routes, choose_routes
+from meta_attention.routing import Routes, can_route_directly, choose_routes, route_directly
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, [B, T, P] each
 
@@ -122,9 +122,8 @@ class Router(nn.Module):
             # padding may hold anything, also what 0 * x would not remove
             x = x.masked_fill(layout.is_padding.unsqueeze(-1), 0.0)
 
-        # tokens -> posterior -> routes
-        posterior = self.controller(x, layout.position_ids)
-        routes, routing = self._choose(posterior)
+        # tokens -> posterior -> routes; in one where nobody asks for the posterior
+        weights, routing = self._route(x, layout)
 
         # routes -> plan -> experts -> merge; for the newest tokens alone, all in one
         heads = self._heads(query, key, value, inputs.rotation)
@@ -134,17 +133,16 @@ class Router(nn.Module):
             memory = BaseMemory(layer, key, value, T, self.has_states)
         run, step = self.execution, layout.step
         if step is not None and memory is not None and run.can_run_newest(heads, memory):
-            merged = run.on_newest(heads, x, routes.weights, step, memory)
+            merged = run.on_newest(heads, x, weights, step, memory)
         else:
-            plan = run.plan(routes, layout.is_padding, routing)
+            plan = run.plan(weights, layout.is_padding, routing)
             if plan is None:
                 rows = run.on_all(heads, x, layout.mask, memory)
             else:
                 rows = run.on_listed(heads, x, layout.mask, memory, plan)
-            merged = run.merge(rows, routes, plan)
+            merged = run.merge(rows, weights, plan)
         if layout.is_padding is not None:
             merged = merged.masked_fill(layout.is_padding.unsqueeze(-1), 0.0)
-        self._record(x, posterior, routes, layout.is_padding)
         return merged.unflatten(-1, (-1, P))
 
     def _take_inputs(self) -> Inputs:
@@ -160,6 +158,17 @@ class Router(nn.Module):
         for expert in self.experts:
             if isinstance(expert, SoftmaxExpert):
                 expert.scale, expert.softcap = scale, softcap
+
+    def _route(self, x: Tensor, layout: Layout) -> tuple[Tensor, RoutingName]:
+        """Weights of the tokens on the experts, and what kind of routes these are."""
+        is_hard = self.adaptation.routing_of(self.layer_idx) == "hard" and not self.training
+        is_asked = self.adaptation.record is not None
+        if is_hard and not is_asked and can_route_directly(self.controller, x):
+            return route_directly(self.controller, x, layout.position_ids), "hard"
+        posterior = self.controller(x, layout.position_ids)
+        routes, routing = self._choose(posterior)
+        self._record(x, posterior, routes, layout.is_padding)
+        return routes.weights, routing
 
     def _choose(self, posterior: Posterior) -> tuple[Routes, RoutingName]:
         """Routes, and their kind: hard where one expert is forced on all tokens."""

@@ -128,12 +128,16 @@ class MLPController(Controller):
         """Logits [E] from which ``forward`` makes the posterior of ``evidence``, or its mean."""
         raise NotImplementedError
 
+    @property
+    def network(self) -> Network:
+        """The parameters, as tensor functions take them."""
+        first, second = [layer for layer in self.mlp if isinstance(layer, nn.Linear)]
+        return Network(first.weight, first.bias, second.weight, second.bias)
+
     def logits(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Unbounded scores [B, T, E] or [B, T, G, E], in float32 also under autocast."""
-        first, second = [layer for layer in self.mlp if isinstance(layer, nn.Linear)]
-        network = Network(first.weight, first.bias, second.weight, second.bias)
         logits = controller_logits(
-            x, position_ids, network, max_positions=self.max_positions, impl=self.config.impl
+            x, position_ids, self.network, max_positions=self.max_positions, impl=self.config.impl
         )
         return logits.unflatten(-1, (*self.groups, -1)) if self.groups else logits
 

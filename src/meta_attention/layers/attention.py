@@ -183,7 +183,7 @@ class BayesianMetaAttentionLayer(nn.Module):
         else:
             if step is not None and memory is not None:
                 mask = memory.mask_of(step)
-            plan = run.plan(routes, is_padding, self.config.routing)
+            plan = run.plan(routes.weights, is_padding, self.config.routing)
             if plan is None:
                 rows = run.on_all(heads, x, mask, memory)
             else:
@@ -231,7 +231,7 @@ class BayesianMetaAttentionLayer(nn.Module):
     def _merge(self, rows: list[Tensor], routes: Routes, plan: RoutePlan | None) -> Tensor:
         """Weighted sum [B, T, D]: before the output projection if it is shared, after otherwise."""
         if self.config.shared_projections or (len(rows) == 1 and plan is None):
-            return self._output(0, self.execution.merge(rows, routes, plan))
+            return self._output(0, self.execution.merge(rows, routes.weights, plan))
         outputs = [self._output(index, row) for index, row in enumerate(rows)]
         return route_merge(
             routes.weights, outputs, only_listed=plan is not None, impl=self.config.impl

@@ -27,7 +27,6 @@ from meta_attention.ops.route_merge import route_merge, take_chosen
 from meta_attention.ops.route_plan import RoutePlan, plan_routes
 from meta_attention.ops.routed_attention import routed_attention
 from meta_attention.ops.routed_decode import LinearStep, routed_decode
-from meta_attention.routing import Routes
 
 
 class HeadsKind(NamedTuple):
@@ -79,26 +78,26 @@ class ExpertExecution:
         ]
 
     def plan(
-        self, routes: Routes, is_padding: Tensor | None, routing: RoutingName
+        self, weights: Tensor, is_padding: Tensor | None, routing: RoutingName
     ) -> RoutePlan | None:
         """Which tokens each expert works on; None where all experts work on all tokens."""
         if routing == "soft" or len(self.experts) == 1:
             return None
-        if routes.weights.requires_grad and self.config.route_gradient == "all":
+        if weights.requires_grad and self.config.route_gradient == "all":
             # a straight-through gradient reads the rows that were not chosen, too
             return None
         return plan_routes(
-            routes.weights,
+            weights,
             mask=None if is_padding is None else ~is_padding,
             is_exclusive=routing == "hard",
             impl=self.config.impl,
         )
 
-    def merge(self, rows: list[Tensor], routes: Routes, plan: RoutePlan | None) -> Tensor:
+    def merge(self, rows: list[Tensor], weights: Tensor, plan: RoutePlan | None) -> Tensor:
         """Weighted sum [B, T, H * P] of rows before a shared output projection."""
         if len(rows) == 1 and plan is None:
             return rows[0]  # of one expert, which has all the weight
-        weights, shape = routes.weights, rows[0].shape
+        shape = rows[0].shape
         if weights.dim() == 4:
             # the heads of a group have weights of their own, as if they were a token
             weights = weights.flatten(1, 2)  # [B, T * G, E]

@@ -35,6 +35,16 @@ class Tiles(NamedTuple):
 # by what fits in shared memory: a Hopper GPU has room for large tiles of bfloat16
 TILES = Tiles(128, 32, 4, 3)
 LARGE_TILES = Tiles(256, 64, 8, 3)
+# columns of the hidden layer that leave room for these
+MAX_LARGE_WIDTH = 128
+
+
+def choose_tiles(x: Tensor, W: int) -> Tiles:
+    """For hidden states and W columns. Not by how many tokens: a route must not depend on that."""
+    is_hopper = x.is_cuda and compute_capability(x.device) == 9
+    is_large = x.dtype == torch.bfloat16 and is_hopper and W <= MAX_LARGE_WIDTH
+    return LARGE_TILES if is_large else TILES
+
 
 # a float32 as a sum of bfloat16
 PARTS = 3
@@ -50,6 +60,88 @@ def split_weights_kernel(weight1_ptr, parts_ptr, D, W, PARTS: tl.constexpr, BLOC
         rounded = rest.to(tl.bfloat16)
         tl.store(parts_ptr + part * W * D + i, rounded, mask=i < W * D)
         rest -= rounded.to(tl.float32)
+
+
+@triton.jit
+def hidden_layer(
+    x_ptr,
+    positions_ptr,
+    weight1_ptr,
+    parts_ptr,  # of the weights, where x is bfloat16; None: they are taken apart here
+    bias1_ptr,
+    token,
+    num_tokens,
+    T,
+    stride_xb,
+    stride_xt,
+    stride_pb,
+    stride_pt,
+    D,
+    W,
+    max_positions,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Of a block of tokens [TOKENS, BLOCK_W], after its GELU; zero beyond the last column."""
+    is_token = token < num_tokens
+    b = token // T
+    t = token % T
+    w = tl.arange(0, BLOCK_W)
+    is_column = w < W
+    row = x_ptr + b * stride_xb + t * stride_xt
+
+    hidden = tl.zeros([TOKENS, BLOCK_W], tl.float32)
+    squares = tl.zeros([TOKENS], tl.float32)
+    for start in range(0, D, CHANNELS):
+        d = start + tl.arange(0, CHANNELS)
+        is_read = is_token[:, None] & (d < D)[None, :]
+        is_weight = is_column[None, :] & (d < D)[:, None]
+        x = tl.load(row[:, None] + d[None, :], mask=is_read, other=0.0)
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
+        # three products: the precision of float32 on tensor cores
+        if PARTS > 0:
+            # only the weights have more bits than a factor may have. The least first, and each
+            # block by itself: tensor cores drop what is small next to the sum so far
+            block = tl.zeros([TOKENS, BLOCK_W], tl.float32)
+            if parts_ptr is None:
+                at = weight1_ptr + w[None, :] * (D + 2) + d[:, None]
+                weight = tl.load(at, mask=is_weight, other=0.0)  # [channels, W]
+                largest = weight.to(tl.bfloat16)
+                rest = weight - largest.to(tl.float32)
+                middle = rest.to(tl.bfloat16)
+                least = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+                block = tl.dot(x, least, block)
+                block = tl.dot(x, middle, block)
+                block = tl.dot(x, largest, block)
+            else:
+                for i in tl.static_range(PARTS):
+                    at = parts_ptr + ((PARTS - 1 - i) * W + w[None, :]) * D + d[:, None]
+                    block = tl.dot(x, tl.load(at, mask=is_weight, other=0.0), block)
+            hidden += block
+        else:
+            at = weight1_ptr + w[None, :] * (D + 2) + d[:, None]
+            weight = tl.load(at, mask=is_weight, other=0.0)  # [channels, W]
+            hidden = tl.dot(wide, weight, hidden, input_precision="tf32x3")
+
+    salience = tl.sqrt(squares) / tl.sqrt(D.to(tl.float32))
+    position = tl.load(positions_ptr + b * stride_pb + t * stride_pt, mask=is_token, other=0)
+    position = position.to(tl.float32) / max_positions
+    last = weight1_ptr + w * (D + 2) + D
+    hidden += salience[:, None] * tl.load(last, mask=is_column, other=0.0)[None, :]
+    hidden += position[:, None] * tl.load(last + 1, mask=is_column, other=0.0)[None, :]
+    hidden += tl.load(bias1_ptr + w, mask=is_column, other=0.0)[None, :]
+    return 0.5 * hidden * (1.0 + tl.erf(hidden * 0.7071067811865476))
+
+
+@triton.jit
+def output_logit(hidden, weight2_ptr, bias2_ptr, index, W, BLOCK_W: tl.constexpr):
+    """Logits [TOKENS] of one output."""
+    w = tl.arange(0, BLOCK_W)
+    weight = tl.load(weight2_ptr + index * W + w, mask=w < W, other=0.0)
+    return tl.sum(hidden * weight[None, :], 1) + tl.load(bias2_ptr + index)
 
 
 @triton.jit
@@ -78,48 +170,30 @@ def controller_logits_kernel(
     BLOCK_W: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    is_token = token < num_tokens
-    b = token // T
-    t = token % T
-    w = tl.arange(0, BLOCK_W)
-    is_column = w < W
-    row = x_ptr + b * stride_xb + t * stride_xt
-
-    hidden = tl.zeros([TOKENS, BLOCK_W], tl.float32)
-    squares = tl.zeros([TOKENS], tl.float32)
-    for start in range(0, D, CHANNELS):
-        d = start + tl.arange(0, CHANNELS)
-        is_read = is_token[:, None] & (d < D)[None, :]
-        is_weight = is_column[None, :] & (d < D)[:, None]
-        x = tl.load(row[:, None] + d[None, :], mask=is_read, other=0.0)
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        # three products: the precision of float32 on tensor cores
-        if PARTS > 0:
-            # only the weights have more bits than a factor may have. The least first, and each
-            # block by itself: tensor cores drop what is small next to the sum so far
-            block = tl.zeros([TOKENS, BLOCK_W], tl.float32)
-            for i in tl.static_range(PARTS):
-                at = parts_ptr + ((PARTS - 1 - i) * W + w[None, :]) * D + d[:, None]
-                block = tl.dot(x, tl.load(at, mask=is_weight, other=0.0), block)
-            hidden += block
-        else:
-            at = weight1_ptr + w[None, :] * (D + 2) + d[:, None]
-            weight = tl.load(at, mask=is_weight, other=0.0)  # [channels, W]
-            hidden = tl.dot(wide, weight, hidden, input_precision="tf32x3")
-
-    salience = tl.sqrt(squares) / tl.sqrt(D.to(tl.float32))
-    position = tl.load(positions_ptr + b * stride_pb + t * stride_pt, mask=is_token, other=0)
-    position = position.to(tl.float32) / max_positions
-    last = weight1_ptr + w * (D + 2) + D
-    hidden += salience[:, None] * tl.load(last, mask=is_column, other=0.0)[None, :]
-    hidden += position[:, None] * tl.load(last + 1, mask=is_column, other=0.0)[None, :]
-    hidden += tl.load(bias1_ptr + w, mask=is_column, other=0.0)[None, :]
-    hidden = 0.5 * hidden * (1.0 + tl.erf(hidden * 0.7071067811865476))
+    hidden = hidden_layer(
+        x_ptr,
+        positions_ptr,
+        weight1_ptr,
+        parts_ptr,
+        bias1_ptr,
+        token,
+        num_tokens,
+        T,
+        stride_xb,
+        stride_xt,
+        stride_pb,
+        stride_pt,
+        D,
+        W,
+        max_positions,
+        PARTS,
+        TOKENS,
+        CHANNELS,
+        BLOCK_W,
+    )
     for e in range(E):
-        weight = tl.load(weight2_ptr + e * W + w, mask=is_column, other=0.0)
-        logit = tl.sum(hidden * weight[None, :], 1) + tl.load(bias2_ptr + e)
-        tl.store(logits_ptr + token * E + e, logit, mask=is_token)
+        logit = output_logit(hidden, weight2_ptr, bias2_ptr, e, W, BLOCK_W)
+        tl.store(logits_ptr + token * E + e, logit, mask=token < num_tokens)
 
 
 class ControllerLogits(torch.autograd.Function):
@@ -129,8 +203,7 @@ class ControllerLogits(torch.autograd.Function):
         B, T, D = x.shape
         E, W = weight2.shape
         logits = torch.empty(B, T, E, dtype=torch.float32, device=x.device)
-        is_large = x.dtype == torch.bfloat16 and x.is_cuda and compute_capability(x.device) == 9
-        tiles = LARGE_TILES if is_large else TILES
+        tiles = choose_tiles(x, W)
         parts = None
         if x.dtype == torch.bfloat16:
             parts = torch.empty(PARTS, W, D, dtype=x.dtype, device=x.device)

@@ -1,0 +1,101 @@
+"""Tokens to hard routes at once: which expert a controller believes in most.
+
+    belief[t] = softmax(logits[t]), or c / sum(c) with c = prior_concentration + softplus(logits[t])
+    weights[t] = 1 for the first expert of largest belief, 0 for the others
+
+The logits are those of ``controller_logits``. It is what hard routing makes of a controller's
+posterior in evaluation, for those who do not ask for the posterior. A row depends on its own token
+only, and has no gradient.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from meta_attention.config import Impl
+from meta_attention.errors import BackendUnavailableError, ShapeError
+from meta_attention.ops.backend import choose_impl
+from meta_attention.ops.controller_logits import MAX_KERNEL_WIDTH, NUM_EXTRA_FEATURES, Network
+from meta_attention.ops.route_tokens.reference import route_tokens_reference
+
+__all__ = ["can_run_kernel", "route_tokens"]
+
+# outputs of the network that a program of the kernel can hold at a time: experts of a group
+MAX_KERNEL_EXPERTS = 16
+
+
+def route_tokens(
+    x: Tensor,
+    position_ids: Tensor,
+    network: Network,
+    *,
+    prior_concentration: Tensor | None,
+    groups: tuple[int, ...] = (),
+    max_positions: int,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Hard routes by a controller's network.
+
+    Args:
+        x: Hidden states ``[B, T, D]``.
+        position_ids: Absolute positions ``[B, T]``.
+        network: The controller's parameters, with an output for each expert of each group.
+        prior_concentration: ``[E]``; None for a controller without a prior.
+        groups: ``(G,)`` where each of G key-value heads has a route of its own.
+        max_positions: By which positions are divided: the longest length the model is made for.
+        impl: ``"auto"``, ``"reference"`` or ``"triton"``.
+
+    Returns:
+        ``[B, T, E]`` or ``[B, T, G, E]``, one and zero, in float32, or float64 where x is.
+    """
+    B, T, D = x.shape
+    if network.weight1.shape[1] != D + NUM_EXTRA_FEATURES or position_ids.shape != (B, T):
+        raise ShapeError(
+            f"x {list(x.shape)} must be [B, T, D] for weights [W, D + {NUM_EXTRA_FEATURES}] = "
+            f"{list(network.weight1.shape)} and positions [B, T], got {list(position_ids.shape)}"
+        )
+    num_outputs, num_groups = network.weight2.shape[0], math.prod(groups)
+    num_experts = num_outputs // num_groups
+    if len(groups) > 1 or num_outputs % num_groups:
+        raise ShapeError(
+            f"groups must be () or (G,) with G a divisor of the network's {num_outputs} outputs, "
+            f"got {groups}"
+        )
+    if prior_concentration is not None and prior_concentration.shape != (num_experts,):
+        raise ShapeError(
+            f"prior_concentration must be [E] = [{num_experts}] to match the network's outputs, "
+            f"got {list(prior_concentration.shape)}"
+        )
+    chosen = choose_impl("route_tokens", impl, x, compiles=True)
+    if chosen == "triton" and _fits(network, num_groups):
+        from meta_attention.ops.route_tokens.kernel import route_tokens_triton
+
+        return route_tokens_triton(
+            x, position_ids, network, prior_concentration, groups, max_positions
+        )
+    if impl == "triton":
+        raise BackendUnavailableError(
+            f"route_tokens with impl='triton' needs float32 weights, at most {MAX_KERNEL_WIDTH} "
+            f"hidden columns and {MAX_KERNEL_EXPERTS} experts, got {network.weight1.dtype}, "
+            f"{network.weight1.shape[0]} and {num_experts}; pass impl='auto'"
+        )
+    return route_tokens_reference(
+        x, position_ids, network, prior_concentration, groups, max_positions
+    )
+
+
+def can_run_kernel(
+    x: Tensor, network: Network, *, groups: tuple[int, ...] = (), impl: Impl = "auto"
+) -> bool:
+    """Whether routes are made in one launch, and not step by step as the reference does."""
+    is_triton = choose_impl("route_tokens", impl, x, compiles=True) == "triton"
+    return is_triton and _fits(network, math.prod(groups))
+
+
+def _fits(network: Network, num_groups: int) -> bool:
+    return (
+        network.weight1.dtype == torch.float32
+        and network.weight1.shape[0] <= MAX_KERNEL_WIDTH
+        and network.weight2.shape[0] <= MAX_KERNEL_EXPERTS * num_groups
+    )
