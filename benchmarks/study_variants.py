@@ -56,7 +56,7 @@ class Scale:
     ramp: float = 0.1  # share of the steps in which the pressure rises to these weights
     kl_weight: float = 0.02
     cost_weight: float = 0.2
-    certainty: float = 0.1  # share of kl_weight that is left where the cost is pressed instead
+    tilted_kl: float = 0.1  # share of kl_weight that tilted variants keep
     router_lr: float = 3.0  # of controllers, which begin late, as a multiple of lr
     hold: float = 1.0  # weight of falling below the target; see Training.below_target
     short_conv: int = 3  # taps of the convolution before attention, 0 for none

@@ -422,5 +422,5 @@ def test_a_tilted_variant_is_steered_by_its_cost_and_keeps_a_small_kl(cache):
     training._turn_knobs()
     assert training.economy.multiplier > 1.0  # it begins on full attention
     weights = {name: training.knobs[name].item() for name in ("kl_weight", "cost_weight")}
-    assert weights["kl_weight"] == pytest.approx(scale.certainty * scale.kl_weight)
+    assert weights["kl_weight"] == pytest.approx(scale.tilted_kl * scale.kl_weight)
     assert weights["cost_weight"] == pytest.approx(scale.cost_weight * training.economy.multiplier)

@@ -62,6 +62,27 @@ def force_entry():
     return force
 
 
+@pytest.fixture
+def assert_checkpointing_changes_nothing():
+    """Gradients are the same, and the feed-forward of every block is computed twice."""
+
+    def check(model, ids):
+        def gradients():
+            model.zero_grad()
+            model(ids, labels=ids).loss.backward()
+            return [p.grad.clone() for p in model.parameters()]
+
+        plain = gradients()
+        model.gradient_checkpointing_enable()
+        calls = []
+        for block in model.model.layers:
+            block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+        torch.testing.assert_close(gradients(), plain)
+        assert len(calls) == 2 * len(model.model.layers), "nothing was computed twice"
+
+    return check
+
+
 class Spy:
     """How many tokens reached each part of a block, padding included."""
 

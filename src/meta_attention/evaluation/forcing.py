@@ -20,7 +20,7 @@ Shapes: B batch, T sequence, E experts of a layer, G key-value heads that have r
 M tokens judged.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from meta_attention.controller import PointPosterior
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.evaluation.calibration import CalibrationTally
-from meta_attention.evaluation.routing import RoutedLayer
+from meta_attention.evaluation.routing import RoutedLayer, mean_of_known
 from meta_attention.layers import BayesianMetaAttentionLayer
 
 
@@ -204,15 +204,15 @@ class RouteVerdict:
 
     @property
     def regret(self) -> float | None:
-        return _mean(layer.regret for layer in self.layers)
+        return mean_of_known(layer.regret for layer in self.layers)
 
     @property
     def static_regret(self) -> float | None:
-        return _mean(layer.static_regret for layer in self.layers)
+        return mean_of_known(layer.static_regret for layer in self.layers)
 
     @property
     def routing_ece(self) -> float | None:
-        return _mean(layer.routing_ece for layer in self.layers)
+        return mean_of_known(layer.routing_ece for layer in self.layers)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -302,8 +302,3 @@ class RouteJudge:
             forced_loss=dict(zip(names, losses, strict=True)),
             best_share=dict(zip(names, best, strict=True)),
         )
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return sum(known) / len(known) if known else None

@@ -111,17 +111,17 @@ class RoutingSummary:
 
         With hard routes, the share of full attention's cost that is executed in these layers.
         """
-        return _mean([layer.projected_cost for layer in self.layers if not layer.is_static])
+        return mean_of_known([layer.projected_cost for layer in self.layers if not layer.is_static])
 
     @property
     def adaptivity(self) -> float | None:
         """Mean over routed layers, nats; None if all are static."""
-        return _mean([layer.adaptivity for layer in self.layers])
+        return mean_of_known([layer.adaptivity for layer in self.layers])
 
     @property
     def routing_entropy(self) -> float | None:
         """Mean over routed layers, percent; None if all are static."""
-        return _mean([layer.routing_entropy for layer in self.layers])
+        return mean_of_known([layer.routing_entropy for layer in self.layers])
 
     @property
     def collapsed_layers(self) -> dict[str, list[int]]:
@@ -304,7 +304,9 @@ class RoutingTally:
             if layer_kl is None and kl_tokens:
                 layer_kl = kl_sum / kl_tokens
             layers.append(_layer(names, costs, shares, entropy, top, layer_kl))
-        return RoutingSummary(layers, _mean([layer.kl for layer in layers]), int(num_tokens))
+        return RoutingSummary(
+            layers, mean_of_known([layer.kl for layer in layers]), int(num_tokens)
+        )
 
     def _kl(self, index: int, concentrations: Sequence[Tensor | None] | None) -> list[Tensor]:
         """KL of a layer and a one for each token that has it, ``[B, T, 2]``, where known."""
@@ -358,7 +360,8 @@ def _entropy_term(share: float) -> float:
     return -share * math.log(share) if share > 0.0 else 0.0
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """None if nothing is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -49,16 +49,26 @@ def controller_logits(
     Returns:
         ``[B, T, E]`` in float32, or float64 where x is.
     """
+    check_shapes(x, position_ids, network)
+    chosen = choose_impl("controller_logits", impl, x, compiles=True)
+    if chosen == "triton" and (fits_kernel(network) or impl == "triton"):
+        from meta_attention.ops.controller_logits.kernel import controller_logits_triton
+
+        return controller_logits_triton(x, position_ids, network, max_positions)
+    return controller_logits_reference(x, position_ids, *network, max_positions=max_positions)
+
+
+def check_shapes(x: Tensor, position_ids: Tensor, network: Network) -> None:
+    """Raise unless a network reads such tokens."""
     B, T, D = x.shape
     if network.weight1.shape[1] != D + NUM_EXTRA_FEATURES or position_ids.shape != (B, T):
         raise ShapeError(
             f"x {list(x.shape)} must be [B, T, D] for weights [W, D + {NUM_EXTRA_FEATURES}] = "
             f"{list(network.weight1.shape)} and positions [B, T], got {list(position_ids.shape)}"
         )
-    fits = network.weight1.shape[0] <= MAX_KERNEL_WIDTH and network.weight1.dtype == torch.float32
-    chosen = choose_impl("controller_logits", impl, x, compiles=True)
-    if chosen == "triton" and (fits or impl == "triton"):
-        from meta_attention.ops.controller_logits.kernel import controller_logits_triton
 
-        return controller_logits_triton(x, position_ids, network, max_positions)
-    return controller_logits_reference(x, position_ids, *network, max_positions=max_positions)
+
+def fits_kernel(network: Network) -> bool:
+    """Whether a program of the kernel can hold the hidden layer, in the precision it has."""
+    width, dtype = network.weight1.shape[0], network.weight1.dtype
+    return width <= MAX_KERNEL_WIDTH and dtype == torch.float32

@@ -10,13 +10,17 @@ only, and has no gradient.
 
 import math
 
-import torch
 from torch import Tensor
 
 from meta_attention.config import Impl
 from meta_attention.errors import BackendUnavailableError, ShapeError
 from meta_attention.ops.backend import choose_impl
-from meta_attention.ops.controller_logits import MAX_KERNEL_WIDTH, NUM_EXTRA_FEATURES, Network
+from meta_attention.ops.controller_logits import (
+    MAX_KERNEL_WIDTH,
+    Network,
+    check_shapes,
+    fits_kernel,
+)
 from meta_attention.ops.route_tokens.reference import route_tokens_reference
 
 __all__ = ["can_run_kernel", "route_tokens"]
@@ -49,12 +53,7 @@ def route_tokens(
     Returns:
         ``[B, T, E]`` or ``[B, T, G, E]``, one and zero, in float32, or float64 where x is.
     """
-    B, T, D = x.shape
-    if network.weight1.shape[1] != D + NUM_EXTRA_FEATURES or position_ids.shape != (B, T):
-        raise ShapeError(
-            f"x {list(x.shape)} must be [B, T, D] for weights [W, D + {NUM_EXTRA_FEATURES}] = "
-            f"{list(network.weight1.shape)} and positions [B, T], got {list(position_ids.shape)}"
-        )
+    check_shapes(x, position_ids, network)
     num_outputs, num_groups = network.weight2.shape[0], math.prod(groups)
     num_experts = num_outputs // num_groups
     if len(groups) > 1 or num_outputs % num_groups:
@@ -94,8 +93,4 @@ def can_run_kernel(
 
 
 def _fits(network: Network, num_groups: int) -> bool:
-    return (
-        network.weight1.dtype == torch.float32
-        and network.weight1.shape[0] <= MAX_KERNEL_WIDTH
-        and network.weight2.shape[0] <= MAX_KERNEL_EXPERTS * num_groups
-    )
+    return fits_kernel(network) and network.weight2.shape[0] <= MAX_KERNEL_EXPERTS * num_groups
