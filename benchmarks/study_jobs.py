@@ -50,6 +50,7 @@ def run_side_by_side(
     *,
     parallel: int,
     time_limit: float,
+    patience: float = 30.0,
 ) -> int:
     """Run jobs, in their order; how many failed.
 
@@ -59,6 +60,8 @@ def run_side_by_side(
             ``time.time()``. A run that ends well without its result was cut off by that.
         parallel: How many at a time.
         time_limit: Seconds after which none starts.
+        patience: Seconds after that for those under way to save what they have; one that is still
+            there hangs, and is killed.
     """
     waiting, total, begin = list(jobs), len(jobs), time.time()
     stop_at = begin + time_limit
@@ -71,6 +74,11 @@ def run_side_by_side(
                 _start(job, command_of(job, stop_at), parallel)
                 running.append(job)
                 continue
+            if time.time() > stop_at + patience:
+                for job in running:
+                    assert job.process is not None
+                    job.process.kill()
+                    job.process.wait()
             over = [job for job in running if job.process and job.process.poll() is not None]
             for job in over:
                 running.remove(job)

@@ -142,6 +142,14 @@ def test_runs_come_seed_by_seed_and_those_that_are_done_are_left_out(runs):
     assert [(job.variant, *job.seeds) for job in jobs] == expected
 
 
+def test_a_job_that_hangs_is_killed_and_has_failed(tmp_path, capsys):
+    job = Job("stuck", (0,), (tmp_path / "stuck",), "result.json")
+    sleep = ["-c", "import time; print('begun', flush=True); time.sleep(600)"]
+    failed = run_side_by_side([job], lambda *_: sleep, parallel=1, time_limit=1.0, patience=1.0)
+    assert failed == 1
+    assert "stuck seed 0 FAILED" in capsys.readouterr().out
+
+
 def test_jobs_run_side_by_side_and_are_told_apart(tmp_path, capsys):
     scripts = {
         "good": "import time; time.sleep(0.5); open('{0}/result.json', 'w'); print('well')",
