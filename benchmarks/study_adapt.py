@@ -38,6 +38,7 @@ from study_adapt_variants import (
     LOCAL,
     SCALES,
     TRAININGS,
+    WINDOW,
     Scale,
     Variant,
     adapt_config,
@@ -47,6 +48,7 @@ from study_adapt_variants import (
     read_sensitivity,
 )
 from study_jobs import StopAt, TimeIsOver, parse_changes, run_command, say
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -54,11 +56,12 @@ from meta_attention import adapt
 from meta_attention.adapt import load_tokenizer, routers_of
 from meta_attention.adapt.adapters import CARD_FILE
 from meta_attention.adapt.training import RouterSettings, open_router_run, train_router
+from meta_attention.controller.controllers import MLPController
 from meta_attention.errors import BackendUnavailableError, ConfigError
 from meta_attention.training.run import RUN_FILE
 
 # of a training, beside the settings of a router
-OWN_SETTINGS = ("routing", "static_cost", "is_wide")
+OWN_SETTINGS = ("routing", "static_cost", "is_wide", "is_blind")
 
 
 def train_one(
@@ -95,10 +98,12 @@ def train_one(
     routes = None
     if own["routing"] is not None:
         adapt(model, adapt_config(scale, **_routing_settings(settings), routing=own["routing"]))
+    if own["is_blind"]:
+        adapt(model, settings.adapt_config(scale.length))
+        make_blind(model)
     if own["static_cost"] is not None:
-        adapt(model, adapt_config(scale))
-        chosen = _static_choice(model, out, own["static_cost"])
-        routes = dict(enumerate(chosen))
+        adapt(model, adapt_config(scale, is_wide=bool(own["is_wide"])))
+        routes = dict(enumerate(_static_choice(model, out, scale, own["static_cost"])))
     try:
         record = train_router(
             model,
@@ -119,19 +124,34 @@ def train_one(
     return record
 
 
+@torch.no_grad()
+def make_blind(model: nn.Module) -> None:
+    """Hidden units of controllers that are the same for every token, and stay so in training."""
+    for router in routers_of(model):
+        controller = router.controller
+        assert isinstance(controller, MLPController)
+        first: Any = controller.mlp[0]
+        nn.init.zeros_(first.weight)
+        nn.init.ones_(first.bias)
+        for parameter in first.parameters():
+            parameter.requires_grad_(True).register_hook(torch.zeros_like)
+
+
 def _routing_settings(settings: RouterSettings) -> dict[str, Any]:
     names = ("route_granularity", "controller", "controller_hidden_size", "prior_strength")
     return {name: getattr(settings, name) for name in names}
 
 
-def _static_choice(model: Any, out: Path, cost: float) -> tuple[str, ...]:
+def _static_choice(model: Any, out: Path, scale: Scale, cost: float | str) -> tuple[str, ...]:
+    if cost == WINDOW:
+        return (scale.experts(is_wide=True)[1],) * model.config.num_hidden_layers
     sensitivity = read_sensitivity(out)
     if sensitivity is None:
         raise ConfigError(
             "a static choice needs the sensitivity of all layers; run the command baselines first"
         )
     local_cost = routers_of(model)[0].controller.costs[LOCAL].item()
-    return nearest_static(sensitivity, cost, local_cost)
+    return nearest_static(sensitivity, float(cost), local_cost)
 
 
 def run_prepare(args: argparse.Namespace) -> int:

@@ -32,17 +32,19 @@ FAMILIES = {
             ("token", "token"),
             ("key-value head", "key-value head"),
             ("wide key-value head", "key-value head among three experts"),
-            ("wide key-value head, tilted", "key-value head among three experts, by its cost"),
+            (
+                "wide key-value head, by its KL",
+                "key-value head among three experts, pressed by the KL",
+            ),
         )
     },
-    "prior-free": "a router trained without a prior",
-    "prior-free, wide": "the same for every key-value head among three experts",
-    "prior-free + LoRA": "a router trained without a prior, its base with LoRA",
+    "prior-free": "a route for every key-value head among three experts, without a prior",
+    "blind": "one expert for every key-value head among three, learnt, whatever the token",
     "random": "random routes with the shares of a trained router, by layer and head",
     "soft cut": "a router trained soft, its weights cut at a threshold",
     "static": "the most sensitive layers full, nothing trained",
     "static heads": "the most sensitive key-value heads full, nothing trained",
-    "static + LoRA": "the most sensitive layers full, with the same LoRA as ours",
+    "static + LoRA": "the most sensitive layers full, or a wide window everywhere, with our LoRA",
     "every": "every third or sixth layer full, nothing trained",
     "window": "a window everywhere, nothing trained",
 }
@@ -137,6 +139,8 @@ def figures_of(
         "meets_targets": meets,
         "times": times,
         "device": result["device"],
+        "dtype": result["dtype"],
+        "versions": result["versions"],
     }
 
 
@@ -272,12 +276,12 @@ def draw_figures(rows: Sequence[Row], runs: Path) -> list[Path]:
         print("no figures: matplotlib is not installed; run report where it is")
         return []
     matplotlib.use("Agg")
-    drawn = [draw_frontier(rows, runs / "adapt_frontier.png")]
+    drawn = [draw_frontier(rows, runs / "adapt_frontier.svg")]
     for row in rows:
         passage = runs / VARIANTS / row["name"] / PASSAGE
         is_own = row["family"] in OURS and not row["family"].endswith("moved")
         if is_own and passage.is_file():
-            path = runs / f"adapt_passage_{row['name']}.png"
+            path = runs / f"adapt_passage_{row['name']}.svg"
             drawn.append(draw_passage(json.loads(passage.read_text()), row["name"], path))
     return drawn
 
@@ -317,8 +321,7 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> Path:
     left.set_yscale("symlog", linthresh=0.02)
     right.set_ylabel("answers, share of the base's")
     left.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save(figure, path)
     return path
 
 
@@ -338,7 +341,14 @@ def draw_passage(passage: Mapping[str, Any], name: str, path: Path) -> Path:
     axis.set_xticks(range(len(tokens)), shown, rotation=90, fontsize=6)
     axis.set_yticks(range(len(layers)), layers, fontsize=6)
     axis.set_ylabel("layer")
-    axis.set_title(f"{name}: on full attention", size=9)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axis.set_title(f"{name}: share of a layer's heads on full attention", size=9)
+    _save(figure, path)
     return path
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

@@ -31,14 +31,15 @@ from meta_attention.adapt import (
 )
 from meta_attention.adapt.adaptation import Way
 from meta_attention.adapt.adapters import CARD_FILE
-from meta_attention.adapt.training.settings import KL_WEIGHT
+from meta_attention.adapt.training.settings import COST_WEIGHT
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.forcing import ForcedController, ForcedPosterior
+from meta_attention.training.settings import NO_WEIGHT
 
 ADAPTERS, SENSITIVITY = "adapters", "sensitivity.json"
 FULL, LOCAL = 0, -1  # of the experts of every router here, the dearest first
 # the target of the adapters whose thresholds are moved to other costs
-MOVED_FROM = 0.2
+MOVED_FROM = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,35 +131,28 @@ SCALES = {
     ),
 }
 
-SMALL_KL_WEIGHT = replace(KL_WEIGHT, end=KL_WEIGHT.end / 10)
-TARGETS = (0.1, 0.15, 0.2, 0.25, 0.3)
 BY_HEAD = {"route_granularity": "kv_head"}
 WIDE = BY_HEAD | {"is_wide": True}
+# in place of a cost: the wide window everywhere
+WINDOW = "window"
 # what a training changes of the defaults of meta-attention adapt
 TRAININGS: dict[str, dict[str, Any]] = {
-    **{f"token-{cost:g}": {"target_cost": cost} for cost in TARGETS},
-    **{f"kv-head-{cost:g}": BY_HEAD | {"target_cost": cost} for cost in TARGETS},
+    "token-0.25": {"target_cost": 0.25},
+    "kv-head-0.25": BY_HEAD | {"target_cost": 0.25},
     # three experts: full attention, a wide window and the window
-    **{f"kv-head-wide-{cost:g}": WIDE | {"target_cost": cost} for cost in TARGETS[1:]},
-    "prior-free-0.2": {"target_cost": 0.2, "controller": "prior_free"},
-    **{
-        f"prior-free-kv-head-wide-{cost:g}": WIDE
-        | {"target_cost": cost, "controller": "prior_free"}
-        for cost in (0.2, 0.25)
-    },
-    # pressed by the cost, with a KL that is small enough to leave routes certain
-    **{
-        f"tilted-kv-head-wide-{cost:g}": WIDE
-        | {"target_cost": cost, "cost_weight": KL_WEIGHT, "kl_weight": SMALL_KL_WEIGHT}
-        for cost in (0.2, 0.25)
-    },
-    "token-lora-0.2": {"target_cost": 0.2, "lora_rank": 8},
-    "kv-head-lora-0.2": BY_HEAD | {"target_cost": 0.2, "lora_rank": 8},
-    "kv-head-wide-lora-0.2": WIDE | {"target_cost": 0.2, "lora_rank": 8},
+    **{f"kv-head-wide-{cost:g}": WIDE | {"target_cost": cost} for cost in (0.15, 0.25)},
+    "prior-free-kv-head-wide-0.25": WIDE | {"target_cost": 0.25, "controller": "prior_free"},
+    # pressed by the KL, as the paper would have it
+    "kl-kv-head-wide-0.25": WIDE
+    | {"target_cost": 0.25, "cost_weight": NO_WEIGHT, "kl_weight": COST_WEIGHT},
+    # one expert for every head, whatever the token: the best static choice that can be learnt
+    "blind-kv-head-wide-0.25": WIDE | {"target_cost": 0.25, "is_blind": True},
+    "kv-head-wide-lora-0.25": WIDE | {"target_cost": 0.25, "lora_rank": 8},
+    # the static choice whose cost is nearest to a quarter, and the wide window, with our LoRA
+    "static-lora-0.25": {"lora_rank": 8, "static_cost": 0.25},
+    "window-wide-lora": {"lora_rank": 8, "is_wide": True, "static_cost": WINDOW},
     # weights of both experts, mixed; evaluated with a threshold on them
     "soft": {"target_cost": None, "routing": "soft"},
-    # the static choice whose cost is nearest to a fifth, with the same LoRA as ours
-    "static-lora-0.2": {"lora_rank": 8, "static_cost": 0.2},
 }
 
 
@@ -230,13 +224,15 @@ def derived_variants(scale: Scale, name: str) -> list[Variant]:
     if "static_cost" in training:
         # its routes are saved beside it
         return [Variant(name, "static + LoRA", adapter=name)]
+    if training.get("is_blind"):
+        return [Variant(name, "blind", adapter=name)]
     kind = "key-value head" if training.get("route_granularity") == "kv_head" else "token"
     kind = f"wide {kind}" if training.get("is_wide") else kind
-    kind += ", tilted" if "cost_weight" in training else ""
+    kind += ", by its KL" if "cost_weight" in training else ""
     is_prior_free = training.get("controller") == "prior_free"
     family = f"ours, {kind}"
     if is_prior_free:
-        family = "prior-free, wide" if training.get("is_wide") else "prior-free"
+        family = "prior-free"
     lora = " + LoRA" if training.get("lora_rank") else ""
     found = [Variant(name, family + lora, adapter=name)]
     if not is_prior_free and not lora:

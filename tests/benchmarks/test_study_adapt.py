@@ -30,7 +30,7 @@ from study_adapt_variants import (
     static_variants,
 )
 
-from meta_attention.adapt import collect_routing, routed_as
+from meta_attention.adapt import collect_routing, routed_as, routers_of
 from meta_attention.bench.timing import Clock
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.testing.pretrained import build_base, randomise_controllers
@@ -78,7 +78,7 @@ def runs(cache, tmp_path_factory):
     """Baselines, two trained adapters and one soft, with all that is derived from these."""
     out = tmp_path_factory.mktemp("runs")
     assert run("baselines", cache, out) == 0
-    names = ("token-0.2", "kv-head-0.2", "kv-head-wide-0.2", "soft")
+    names = ("token-0.25", "kv-head-0.25", "kv-head-wide-0.25", "soft")
     assert run("train", cache, out, "--variants", *names) == 0
     assert run("measure", cache, out) == 0
     return out
@@ -202,15 +202,15 @@ def test_every_training_is_one_of_a_router(cache):
         assert bool(training.get("is_wide")) == ("wide" in name)
         families = {v.family for v in derived_variants(SCALES["full"], name)}
         assert families <= set(study_adapt_report.FAMILIES)
-    own, random, *moved = derived_variants(SCALES["full"], "kv-head-0.2")
+    own, random, *moved = derived_variants(SCALES["full"], "kv-head-0.25")
     assert (own.family, random.family) == ("ours, key-value head", "random")
     wide, *_ = derived_variants(SCALES["full"], "kv-head-wide-0.25")
     assert wide.family == "ours, wide key-value head"
-    (free,) = derived_variants(SCALES["full"], "prior-free-kv-head-wide-0.2")
-    assert free.family == "prior-free, wide"
+    (free,) = derived_variants(SCALES["full"], "prior-free-kv-head-wide-0.25")
+    assert free.family == "prior-free"
     assert [v.cost for v in moved] == list(SCALES["full"].costs)
-    assert [v.name for v in derived_variants(SCALES["full"], "token-lora-0.2")] == [
-        "token-lora-0.2"
+    assert [v.name for v in derived_variants(SCALES["full"], "kv-head-wide-lora-0.25")] == [
+        "kv-head-wide-lora-0.25"
     ]
 
 
@@ -339,7 +339,7 @@ def test_baselines_are_what_they_say(runs):
 
 def test_trained_routers_are_measured_with_what_is_derived(runs):
     names = {path.name for path in (runs / "variants").iterdir()}
-    for name in ("token-0.2", "kv-head-0.2", "kv-head-wide-0.2"):
+    for name in ("token-0.25", "kv-head-0.25", "kv-head-wide-0.25"):
         assert {name, f"{name}-random", f"{name}-moved-0.4"} <= names
         own, random = result_of(runs, name), result_of(runs, f"{name}-random")
         assert sorted(own["routing"]) == ["0", "1"]
@@ -349,7 +349,11 @@ def test_trained_routers_are_measured_with_what_is_derived(runs):
     assert "soft-cut-0.4" in names
     assert "soft" not in names
     # shares of two experts; of each of two heads; of three experts
-    for name, shape in (("token-0.2", (2,)), ("kv-head-0.2", (2, 2)), ("kv-head-wide-0.2", (2, 3))):
+    for name, shape in (
+        ("token-0.25", (2,)),
+        ("kv-head-0.25", (2, 2)),
+        ("kv-head-wide-0.25", (2, 3)),
+    ):
         routing = torch.tensor(result_of(runs, name)["routing"]["0"])
         assert routing.shape == shape
         assert torch.allclose(routing.sum(dim=-1), torch.ones(shape[:-1]))
@@ -359,7 +363,7 @@ def test_what_is_done_is_not_done_again(cache, runs, capsys):
     path = runs / "variants" / "window" / "result.json"
     before = path.stat().st_mtime_ns
     assert run("measure", cache, runs) == 0
-    assert run("train", cache, runs, "--variants", "token-0.2") == 0
+    assert run("train", cache, runs, "--variants", "token-0.25") == 0
     assert path.stat().st_mtime_ns == before
 
 
@@ -367,37 +371,60 @@ def test_a_study_that_was_cut_off_goes_on(cache, tmp_path, capsys):
     assert run("baselines", cache, tmp_path, "--time-limit", 0) == 0
     assert "7 left" in capsys.readouterr().out
     assert not list(tmp_path.glob("variants/*/result.json"))
-    arguments = ("--variants", "token-0.2", "--set", "save_every=1", "steps=3")
+    arguments = ("--variants", "token-0.25", "--set", "save_every=1", "steps=3")
     # time that is over after the first step
     assert (
         study_adapt.train_one(
-            cache, None, tmp_path, TINY, "token-0.2", {"save_every": 1, "steps": 3}, stop_at=0.0
+            cache, None, tmp_path, TINY, "token-0.25", {"save_every": 1, "steps": 3}, stop_at=0.0
         )
         is None
     )
-    assert (tmp_path / "adapters" / "token-0.2" / "run.json").is_file()
+    assert (tmp_path / "adapters" / "token-0.25" / "run.json").is_file()
     assert run("train", cache, tmp_path, *arguments) == 0
-    record = json.loads((tmp_path / "adapters" / "token-0.2" / "run.json").read_text())
+    record = json.loads((tmp_path / "adapters" / "token-0.25" / "run.json").read_text())
     assert record["steps"] == 3
 
 
 @pytest.mark.skipif(find_spec("peft") is not None, reason="PEFT is installed")
 def test_what_needs_peft_is_left_out_without_it(cache, tmp_path, capsys):
     steps = ("--set", "steps=1", "warmup=0")
-    assert run("train", cache, tmp_path, "--variants", "token-lora-0.2", "token-0.1", *steps) == 1
+    assert (
+        run(
+            "train", cache, tmp_path, "--variants", "kv-head-wide-lora-0.25", "kv-head-0.25", *steps
+        )
+        == 1
+    )
     shown = capsys.readouterr().out
-    assert "token-lora-0.2 left out" in shown
-    assert "token-0.1: attention" in shown
+    assert "kv-head-wide-lora-0.25 left out" in shown
+    assert "kv-head-0.25: attention" in shown
+
+
+def test_blind_routers_learn_a_route_for_every_head_and_none_for_tokens(cache, tmp_path):
+    name, steps = "blind-kv-head-wide-0.25", ("--set", "steps=3", "warmup=0", "lr=0.1")
+    assert run("train", cache, tmp_path, "--variants", name, *steps) == 0
+    model = load_variant(cache, None, tmp_path, TINY, name)
+    for router in routers_of(model):
+        first, last = router.controller.mlp[0], router.controller.mlp[-1]
+        assert not first.weight.any()
+        assert last.weight.any()
+    ids = cache.sequences("test")[:2]
+    with torch.no_grad(), collect_routing(model) as record:
+        model(ids)
+    for out in record.layers.values():
+        weights = out.routes.weights
+        assert torch.equal(weights, weights[:1, :1].expand_as(weights))
+    (variant,) = (v for v in find_variants(tmp_path, TINY, 2) if v.adapter)
+    assert variant.family == "blind"
 
 
 def test_a_static_choice_is_trained_with_the_same_lora(cache, runs, monkeypatch):
     pytest.importorskip("peft")
-    monkeypatch.setitem(TRAININGS["static-lora-0.2"], "static_cost", 0.5)
-    assert run("train", cache, runs, "--variants", "static-lora-0.2") == 0
+    monkeypatch.setitem(TRAININGS["static-lora-0.25"], "static_cost", 0.5)
+    assert run("train", cache, runs, "--variants", "static-lora-0.25") == 0
     (variant,) = (v for v in find_variants(runs, TINY, 2) if v.family == "static + LoRA")
     assert sorted(variant.layers) == ["full", "local"]
     measure_missing(cache, None, runs, TINY, [variant])
-    trained, plain = result_of(runs, "static-lora-0.2"), result_of(runs, "static-1")
+    trained, plain = result_of(runs, "static-lora-0.25"), result_of(runs, "static-1")
     assert last(trained)["attention_share"] == last(plain)["attention_share"]
     assert last(trained)["adapted_loss"] != last(plain)["adapted_loss"]
     # the base is without it
@@ -406,9 +433,9 @@ def test_a_static_choice_is_trained_with_the_same_lora(cache, runs, monkeypatch)
 
 def test_times_of_a_variant_are_ratios_to_its_base(cache, runs, monkeypatch):
     clock = Clock(torch.device("cpu"), budget_ms=1.0, min_runs=1, max_runs=1)
-    left = study_adapt_measure.time_variants(cache, None, runs, TINY, ["token-0.2"], clock=clock)
+    left = study_adapt_measure.time_variants(cache, None, runs, TINY, ["token-0.25"], clock=clock)
     assert left == 0
-    rows = json.loads((runs / "variants" / "token-0.2" / "times.json").read_text())["rows"]
+    rows = json.loads((runs / "variants" / "token-0.25" / "times.json").read_text())["rows"]
     assert {(row["phase"], row["cache"]) for row in rows} == {
         ("prefill", "dynamic"),
         ("decode", "dynamic"),
@@ -419,7 +446,7 @@ def test_times_of_a_variant_are_ratios_to_its_base(cache, runs, monkeypatch):
     assert study_adapt_report.speedups_of(row, "decode") == {2: 1.5}
     assert study_adapt_report.speedups_of({"length": 9, "times": row["times"]}, "decode") == {}
     with pytest.raises(ConfigError, match="only stands in for routes"):
-        study_adapt_measure.time_variants(cache, None, runs, TINY, ["token-0.2-random"])
+        study_adapt_measure.time_variants(cache, None, runs, TINY, ["token-0.25-random"])
 
 
 def test_a_report_has_every_variant_and_figures(runs, capsys):
@@ -429,15 +456,15 @@ def test_a_report_has_every_variant_and_figures(runs, capsys):
     assert sorted(names) == sorted(path.name for path in (runs / "variants").iterdir())
     assert names[0] == "full"
     compared = {row["name"]: row["better_by"] for row in summary["at_equal_cost"]}
-    ours = ("token-0.2", "kv-head-0.2", "kv-head-wide-0.2")
+    ours = ("token-0.25", "kv-head-0.25", "kv-head-wide-0.25")
     assert set(compared) == {*ours, *(f"{name}-moved-0.4" for name in ours)}
     assert {"static", "static heads", "window", "random", "soft cut", "every"} <= set(
-        compared["token-0.2"]
+        compared["token-0.25"]
     )
     table = (runs / "adapt.md").read_text()
     assert all(f"| {name} |" in table for name in names)
-    for name in ("adapt_frontier", "adapt_passage_token-0.2", "adapt_passage_kv-head-0.2"):
-        assert (runs / f"{name}.png").stat().st_size > 0
+    for name in ("adapt_frontier", "adapt_passage_token-0.25", "adapt_passage_kv-head-0.25"):
+        assert (runs / f"{name}.svg").stat().st_size > 0
 
 
 # --- verdicts ---
@@ -503,7 +530,7 @@ def test_mistakes_are_one_sentence(cache, runs, tmp_path, capsys):
     assert "a variant must be one of" in error_of("measure", *tiny, "--variants", "nothing")
     assert "a setting must be one of" in error_of("train", *tiny, "--set", "nothing=1")
     assert "run the command baselines first" in error_of(
-        "train", *tiny, "--variants", "static-lora-0.2"
+        "train", *tiny, "--variants", "static-lora-0.25"
     )
     assert "must have the variant full" in error_of("report", "--runs", tmp_path)
     missing = [x for name in ("train", "valid", "test") for x in (f"--{name}", tmp_path / "no")]
@@ -514,7 +541,7 @@ def test_mistakes_are_one_sentence(cache, runs, tmp_path, capsys):
 
 
 def test_random_routes_need_those_they_are_like(cache, runs, tmp_path):
-    shutil.copytree(runs / "adapters" / "token-0.2", tmp_path / "adapters" / "token-0.2")
+    shutil.copytree(runs / "adapters" / "token-0.25", tmp_path / "adapters" / "token-0.25")
     (random,) = (v for v in find_variants(tmp_path, TINY, 2) if v.random)
     with pytest.raises(ConfigError, match="measure that first"):
         measure_missing(cache, None, tmp_path, TINY, [random])

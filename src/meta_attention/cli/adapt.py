@@ -20,7 +20,7 @@ examples:
   meta-attention adapt ./my-model --data text.txt --experts full,local:1024,local --out adapters/two
   meta-attention adapt ./my-model --data text.txt --recall-share 0.5 --out adapters/looks-up
   meta-attention adapt ./my-model --data text.txt --layers 3,9,15 --lora-rank 8 --out adapters/lora
-  meta-attention adapt ./my-model --data text.txt --steps 1000 --kl-weight "0->0.02@0.1:0.4"
+  meta-attention adapt ./my-model --data text.txt --steps 1000 --cost-weight "0->0.02@0.1:0.4"
   meta-attention adapt --out adapters/books --resume
   meta-attention generate --adapter adapters/books --prompt "The lighthouse"
 
@@ -29,11 +29,11 @@ what is trained:
   One router per layer, some 40,000 parameters each; every weight of the model stays as it is. Each
   step runs the text twice, by the model itself and routed, and lowers the divergence between the
   predictions (--loss distill; lm: the loss on the text; both: their mean). Tokens start on full
-  attention. Then the weight of the KL to a prior that knows costs rises (--kl-weight, a schedule as
-  in 'meta-attention train --help'), and is steered until routes cost --target-cost of full
-  attention in the adapted layers: FLOPs of scores and values at --length. --hold keeps a cost that
-  falls below it from running away. Routes are drawn, and from --argmax-from on those of use.
-  The defaults were found with small models on a CPU; they are not tuned on large ones.
+  attention. Then the weight of their cost rises (--cost-weight, a schedule as in 'meta-attention
+  train --help'), and is steered until routes cost --target-cost of full attention in the adapted
+  layers: FLOPs of scores and values at --length. The KL to a prior that knows costs has a small
+  weight (--kl-weight); with --cost-weight 0 it is what is steered. --hold keeps a cost that falls
+  below the target from running away. Routes are drawn, and from --argmax-from on those of use.
 
 \b
 what it is trained on:
@@ -121,7 +121,7 @@ def adapt(
     loss: Annotated[Loss | None, _flag("what to lower, see below; default distill")] = None,
     kl_weight: Annotated[str | None, _flag("weight of the KL: a schedule, see below")] = None,
     cost_weight: Annotated[
-        str | None, _flag("weight of the cost: a schedule; default: prior_free only")
+        str | None, _flag("weight of the cost, which the target steers: a schedule")
     ] = None,
     hold: Annotated[
         float | None, _flag("weight of what keeps the cost from falling below its target", min=0.0)

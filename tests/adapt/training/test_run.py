@@ -93,7 +93,7 @@ def test_routes_are_steered_to_the_target(base, tokenizer, settings, tmp_path):
         record = train_router(
             base(),
             tokenizer,
-            settings(target_cost=target, steps=80, lr=0.05, log_every=10),
+            settings(target_cost=target, steps=160, lr=0.05, log_every=10),
             tmp_path / str(target),
         )
         assert record["metrics"]["routed_cost"] == pytest.approx(target, rel=0.15)

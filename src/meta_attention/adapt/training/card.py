@@ -49,8 +49,8 @@ tokenizer = load_tokenizer("{base}")
 ## Training
 
 {steps} steps of {batch} blocks of {length} tokens of {train_name}; loss `{loss}`, learning rate
-{lr:g}, KL weight `{kl_weight}`, seed {seed}. All settings are in `{card}`. `{weights}` holds the
-routers.
+{lr:g}, cost weight `{cost_weight}`, KL weight `{kl_weight}`, seed {seed}. All settings are in
+`{card}`. `{weights}` holds the routers.
 """
 
 
@@ -95,6 +95,7 @@ def render(card: Mapping[str, Any]) -> str:
         loss=settings["loss"],
         lr=settings["lr"],
         kl_weight=settings["kl_weight"],
+        cost_weight=settings["cost_weight"],
         seed=settings["seed"],
         card=CARD_FILE,
         weights=WEIGHTS_FILE,

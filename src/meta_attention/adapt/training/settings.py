@@ -15,7 +15,9 @@ LossName = Literal["distill", "lm", "both"]
 # longest block by default: longer ones cost memory, and most texts are shorter
 DEFAULT_LENGTH = 8192
 # the base has the capability, so pressing may start early
-KL_WEIGHT = Schedule(0.0, 0.02, 0.1, 0.4)
+COST_WEIGHT = Schedule(0.0, 0.02, 0.1, 0.4)
+# small next to it: a KL that is strong enough to make routes cheap keeps them uncertain as well
+KL_WEIGHT = Schedule(0.0, 0.002, 0.1, 0.4)
 # of a byte model of width 96, three seeds: divergence 0.013 each; with 0.003 0.017, 0.031, 0.024
 MAX_LR = 1e-2
 
@@ -62,6 +64,8 @@ class RouterSettings(RunSettings):
     lora_lr: float = 2e-4
 
     kl_weight: Schedule = KL_WEIGHT
+    cost_weight: Schedule = COST_WEIGHT
+    """What the target steers; where it is 0, the target steers ``kl_weight``."""
     steps: int = 300
     batch_size: int = 4
     lr: float | None = None  # type: ignore[assignment]
@@ -99,8 +103,8 @@ class RouterSettings(RunSettings):
         """Settings that were given, and defaults that fit them.
 
         A shorter run has a warm-up of at most a tenth of it, and is evaluated and saved at its end;
-        what presses a prior-free controller is its cost, as the KL would have; routes that learn
-        from the chosen expert alone are drawn to the end.
+        a prior-free controller has no KL; routes that learn from the chosen expert alone are drawn
+        to the end.
         """
         given = dict(values)
         steps = given.get("steps", 0)
@@ -111,9 +115,6 @@ class RouterSettings(RunSettings):
         if given.get("route_gradient") == "chosen":
             given.setdefault("argmax_from", 1.0)
         if given.get("controller") == "prior_free":
-            kl_weight = given.get("kl_weight", KL_WEIGHT)
-            if given.get("cost_weight", NO_WEIGHT).end == 0.0:
-                given["cost_weight"] = kl_weight
             given["kl_weight"] = NO_WEIGHT
         return cls(**given)
 
