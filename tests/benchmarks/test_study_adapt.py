@@ -508,7 +508,10 @@ def test_targets_are_met_or_not(share, loss, accuracy, meets):
     text = {"lengths": [row], "positions": [], "num_sequences": 1}
     facts = {n: [{"accuracy": accuracy, "log_probability": -1.0}] for n in ("one", "several")}
     base = {n: [{"accuracy": 0.8, "log_probability": -1.0}] for n in ("one", "several")}
-    result = {"variant": variant, "text": text, "facts": facts, "device": "CPU"}
+    result = {"variant": variant, "text": text, "facts": facts, "device": "CPU"} | {
+        "dtype": "float32",
+        "versions": {},
+    }
     assert study_adapt_report.figures_of(result, base, None)["meets_targets"] is meets
 
 
