@@ -41,8 +41,10 @@ def compare(
     """
     own = read_group(runs, variant, seeds)
     is_paired = other_runs is None or other_runs.resolve() == runs.resolve()
+    # seed by seed, what the others have besides is left out
+    theirs = [run["seed"] for run in own] if is_paired else None
     found = [
-        _stand(own, read_group(other_runs or runs, other, None), other, is_paired)
+        _stand(own, read_group(other_runs or runs, other, theirs), other, is_paired)
         for other in others
     ]
     record = {
@@ -60,7 +62,7 @@ def compare(
 
 def read_group(runs: Path, variant: str, seeds: Sequence[int] | None) -> list[Row]:
     """What is compared of a variant's runs, those of a seed beside the hybrid of that seed."""
-    find_variant(variant)
+    find_variant(variant)  # raises where there is none of this name
     results = read_results(runs)
     hybrids = {result["seed"]: result for result in results if result["variant"] == REFERENCE}
     group = [
@@ -71,8 +73,9 @@ def read_group(runs: Path, variant: str, seeds: Sequence[int] | None) -> list[Ro
         and (seeds is None or result["seed"] in seeds)
     ]
     if not group:
+        asked = "the same seed" if seeds is None else f"a seed of {', '.join(map(str, seeds))}"
         raise DataError(
-            f"{runs} must have a finished run of {variant} and of {REFERENCE} with the same seed"
+            f"{runs} must have a finished run of {variant} and of {REFERENCE} with {asked}"
         )
     return group
 
@@ -127,8 +130,7 @@ def _distance(own: list[Row], others: list[Row], weight: float, is_paired: bool)
         theirs = {run["seed"]: weight * run["beyond_hybrid"] for run in others}
         known = [run for run in own if run["seed"] in theirs]
         found = Figure.of([run["beyond_hybrid"] - theirs[run["seed"]] for run in known])
-        if found is None:
-            raise DataError("variants of one folder must have a seed in common to be compared")
+        assert found is not None  # a group without a seed of the variant's was refused
         return found.to_dict()
     lists = [[run["beyond_hybrid"] for run in own], [weight * r["beyond_hybrid"] for r in others]]
     return difference(*lists).to_dict()

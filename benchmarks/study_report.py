@@ -89,11 +89,11 @@ def _row(name: str, runs: Sequence[Row]) -> Row:
         found = Figure.of(values)
         return None if found is None else found.to_dict()
 
-    texts = runs[0]["words"]
+    texts, is_routed = runs[0]["words"], find_variant(name).is_routed
     prefills = {key for run in runs for key in run["timing"] if key.startswith("prefill")}
     return {
         "variant": name,
-        "is_routed": find_variant(name).is_routed,
+        "is_routed": is_routed,
         "seeds": sorted(run["seed"] for run in runs),
         "parameters": runs[0]["parameters"],
         "tokens": runs[0]["tokens"],
@@ -104,7 +104,9 @@ def _row(name: str, runs: Sequence[Row]) -> Row:
         "model_flops": figure([run["hard"].get("model_flops") for run in runs]),
         "adaptivity": figure([run["hard"]["routing"]["adaptivity"] for run in runs]),
         "entropy": figure([run["soft"]["routing"].get("routing_entropy") for run in runs]),
-        "drawn_entropy": figure([run.get("drawn", {}).get("entropy") for run in runs]),
+        "drawn_entropy": figure(
+            [run["drawn"]["entropy"] if is_routed and "drawn" in run else None for run in runs]
+        ),
         "collapsed_layers": figure(
             [sum(map(len, run["hard"]["routing"]["collapsed_layers"].values())) for run in runs]
         ),

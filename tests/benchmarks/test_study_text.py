@@ -438,7 +438,10 @@ def test_a_run_is_paired_with_the_hybrid_of_its_folder(rounds):
     assert rows["prior-free-wide-kv_head-0.45"]["beyond_hybrid"]["mean"] == pytest.approx(0.01)
     assert rows["hybrid-1-5-x32-late"]["beyond_hybrid"]["mean"] == pytest.approx(0.1)
     assert rows["hybrid-1-5"]["seeds"] == [0, 0, 1, 1]
-    assert rows["hybrid-1-5"]["drawn_entropy"]["mean"] == pytest.approx(3.5 + 2.0)
+    assert rows["hybrid-1-5"]["drawn_entropy"] is None
+    # of losses 4.01 and 3.71, as metrics have it here
+    drawn = rows["prior-free-wide-kv_head-0.45"]["drawn_entropy"]["mean"]
+    assert drawn == pytest.approx(3.86 + 2.0)
 
 
 def test_variants_of_two_rounds_are_compared_by_their_distance_to_the_hybrid(rounds, tmp_path):
@@ -470,6 +473,17 @@ def test_variants_of_one_round_are_compared_seed_by_seed(tmp_path):
     assert row["loss"]["mean"] == pytest.approx(-0.02)
     assert row["loss"]["interval"] == pytest.approx(0.0, abs=1e-9)
     assert row["line"] is None
+
+
+def test_a_comparison_seed_by_seed_leaves_out_other_seeds(tmp_path):
+    for seed, flops in ((0, 0.1), (1, 0.2)):
+        write_run(tmp_path, "hybrid-1-5", seed, 3.0, 0.2)
+        write_run(tmp_path, "prior-free-wide-kv_head-0.45", seed, 3.0, 0.1)
+        write_run(tmp_path, "bayes-wide-kv_head-0.45", seed, 3.0, flops)
+    names = "prior-free-wide-kv_head-0.45", ["bayes-wide-kv_head-0.45"]
+    [row] = study_compare.compare(tmp_path, *names, seeds=[1])["against"]
+    assert row["flops_ratio"] == pytest.approx(0.5)
+    assert row["loss"]["n"] == 1
 
 
 def test_a_comparison_needs_runs_of_both_with_their_hybrids(rounds):
