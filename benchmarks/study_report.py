@@ -1,4 +1,8 @@
-"""Results of the study: means over seeds with 95% intervals, and the frontier they form."""
+"""Results of the study: means over seeds with 95% intervals, and the frontier they form.
+
+Several folders of runs may be given, such as two rounds. A seed is not the same run in both, so
+what is compared seed by seed is compared within a folder.
+"""
 
 import json
 from collections import defaultdict
@@ -8,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from study_run import RESULT, TIMING
-from study_variants import find_variant, place_of
+from study_run import CONFIG, METRICS, RESULT, TIMING
+from study_variants import Scale, find_variant, place_of
 
 from meta_attention.errors import DataError
 from meta_attention.evaluation.statistics import Figure
@@ -17,6 +21,7 @@ from meta_attention.report.ablation.summary import frontier, interpolate
 
 REFERENCE = "hybrid-1-5"
 Row = dict[str, Any]
+Key = tuple[str | None, int]
 FAMILIES = {
     "static": ("tab:gray", "s"),
     "bayes": ("tab:blue", "o"),
@@ -41,10 +46,29 @@ def read_results(runs: Path) -> list[Row]:
     for path in sorted(runs.glob(f"*/{RESULT}")):
         timing = path.with_name(TIMING)
         times = json.loads(timing.read_text()) if timing.exists() else {}
-        results.append(json.loads(path.read_text()) | {"timing": times})
+        others = {"timing": times, "folder": str(runs), "drawn": _while_drawn(path.parent)}
+        results.append(json.loads(path.read_text()) | others)
     if not results:
         raise DataError(f"a folder of runs must have a finished one, but {runs} has none")
     return results
+
+
+def _while_drawn(folder: Path) -> Row:
+    """Training loss and entropy of beliefs in the last tenth of training in which routes are drawn.
+
+    Later the largest weight is taken, and how certain it is no longer matters to the task.
+    """
+    scale = Scale.of_run(json.loads((folder / CONFIG).read_text())["settings"])
+    end = scale.argmax_from * scale.steps
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    rows = [row for row in rows if end - 0.1 * scale.steps < row["step"] <= end]
+
+    def mean(name: str) -> float | None:
+        # runs of before it was logged do not have it
+        found = Figure.of([row.get(name) for row in rows])
+        return None if found is None else found.mean
+
+    return {"loss": mean("loss"), "entropy": mean("routing_entropy")}
 
 
 def summarise(results: Sequence[Row]) -> dict[str, list[Row]]:
@@ -65,11 +89,11 @@ def _row(name: str, runs: Sequence[Row]) -> Row:
         found = Figure.of(values)
         return None if found is None else found.to_dict()
 
-    texts = runs[0]["words"]
+    texts, is_routed = runs[0]["words"], find_variant(name).is_routed
     prefills = {key for run in runs for key in run["timing"] if key.startswith("prefill")}
     return {
         "variant": name,
-        "is_routed": find_variant(name).is_routed,
+        "is_routed": is_routed,
         "seeds": sorted(run["seed"] for run in runs),
         "parameters": runs[0]["parameters"],
         "tokens": runs[0]["tokens"],
@@ -79,6 +103,10 @@ def _row(name: str, runs: Sequence[Row]) -> Row:
         # runs of before it was counted do not have it
         "model_flops": figure([run["hard"].get("model_flops") for run in runs]),
         "adaptivity": figure([run["hard"]["routing"]["adaptivity"] for run in runs]),
+        "entropy": figure([run["soft"]["routing"].get("routing_entropy") for run in runs]),
+        "drawn_entropy": figure(
+            [run["drawn"]["entropy"] if is_routed and "drawn" in run else None for run in runs]
+        ),
         "collapsed_layers": figure(
             [sum(map(len, run["hard"]["routing"]["collapsed_layers"].values())) for run in runs]
         ),
@@ -109,25 +137,31 @@ def _compare_with_static(rows: list[Row], runs: Sequence[Row]) -> None:
     beginning. ``beyond_static`` is the distance to the line through the static models of the seed
     that no cheaper one beats, at the same FLOPs; ``beyond_hybrid`` that to the hybrid as it is.
     """
-    static: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    hybrids = {run["seed"]: run["hard"]["loss"] for run in runs if run["variant"] == REFERENCE}
+    static: dict[Key, list[tuple[float, float]]] = defaultdict(list)
+    hybrids = {key_of(run): run for run in runs if run["variant"] == REFERENCE}
     for run in runs:
         if not find_variant(run["variant"]).is_routed:
             point = (run["hard"]["attention_flops"], run["hard"]["loss"])
-            static[run["seed"]].append(point)
+            static[key_of(run)].append(point)
     for row in rows:
         own = [run for run in runs if run["variant"] == row["variant"]]
         beyond: dict[str, list[float | None]] = {"beyond_static": [], "beyond_hybrid": []}
         for run in own:
-            hard, seed = run["hard"], run["seed"]
-            line = _static_loss(static[seed], hard["attention_flops"])
+            hard, of_run = run["hard"], key_of(run)
+            line = _static_loss(static[of_run], hard["attention_flops"])
             is_compared = row["is_routed"] and line is not None
             beyond["beyond_static"].append(hard["loss"] - line if is_compared else None)
-            hybrid = None if row["variant"] == REFERENCE else hybrids.get(seed)
-            beyond["beyond_hybrid"].append(None if hybrid is None else hard["loss"] - hybrid)
+            hybrid = None if row["variant"] == REFERENCE else hybrids.get(of_run)
+            distance = None if hybrid is None else hard["loss"] - hybrid["hard"]["loss"]
+            beyond["beyond_hybrid"].append(distance)
         for key, values in beyond.items():
             found = Figure.of(values)
             row[key] = None if found is None else found.to_dict()
+
+
+def key_of(run: Row) -> Key:
+    """What runs have in common that go on from one beginning: their folder and their seed."""
+    return run.get("folder"), run["seed"]
 
 
 def _static_loss(points: Sequence[tuple[float, float]], at: float) -> float | None:

@@ -16,6 +16,10 @@ when it is started again.
     python benchmarks/study_text.py time --cache runs/cache --runs runs/study
     python benchmarks/study_text.py report --runs runs/study
 
+    # a variant against one of another round, both by their distance to the hybrid
+    python benchmarks/study_text.py compare --runs runs/study --others hybrid-1-5-x32-late \\
+        --variant prior-free-wide-kv_head-0.45 --other-runs runs/earlier
+
     # a finished run as a checkpoint with a card
     python benchmarks/study_text.py export --cache runs/cache --out checkpoint --commit 8080304 \\
         --run runs/study/small-bayes-global-token-0.4-seed0
@@ -35,6 +39,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import study_compare
 import study_report
 import study_run
 from study_data import Cache, prepare
@@ -196,7 +201,23 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="table, report.json and plots")
     command.add_argument("--runs", type=Path, nargs="+", required=True, help="written to the first")
     command.set_defaults(call=lambda args: not study_report.report(args.runs))
+
+    command = commands.add_parser("compare", help="a variant against others, also of other runs")
+    command.add_argument("--runs", type=Path, required=True, help="with the variant and its hybrid")
+    command.add_argument("--variant", required=True)
+    command.add_argument("--others", nargs="+", required=True, metavar="VARIANT")
+    command.add_argument("--other-runs", type=Path, help="of the others; default: the same")
+    command.add_argument("--seeds", type=int, nargs="+", help="of the variant, only these")
+    command.add_argument("--json", type=Path, help="file to write")
+    command.set_defaults(call=compare)
     return parser
+
+
+def compare(args: argparse.Namespace) -> int:
+    study_compare.compare(
+        args.runs, args.variant, args.others, args.other_runs, seeds=args.seeds, path=args.json
+    )
+    return 0
 
 
 def _add_run_options(command: argparse.ArgumentParser) -> None:

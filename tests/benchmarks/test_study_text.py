@@ -1,9 +1,11 @@
 """The text study, at sizes a CPU runs in seconds."""
 
+import dataclasses
 import json
 import math
 
 import pytest
+import study_compare
 import study_evaluation
 import study_report
 import study_run
@@ -399,6 +401,95 @@ def test_routes_are_compared_with_the_best_static_model_of_their_cost_and_seed()
     assert beyond["beyond_static"]["mean"] == pytest.approx(0.2)
     assert rows["bayes-global-token-0.2"]["beyond_static"] is None
     assert rows["hybrid-1-5"]["beyond_hybrid"] is None
+
+
+def write_run(folder, variant, seed, loss, flops, entropy=50.0):
+    """A finished run of 100 steps, of which the last twenty draw no routes."""
+    routing = {"adaptivity": 0.1, "routing_entropy": entropy, "collapsed_layers": {}, "layers": []}
+    hard = {"loss": loss, "attention_flops": flops, "loss_by_position": {}, "routing": routing}
+    hard["attention_and_controller_flops"] = flops + 0.01
+    result = {"scale": "tiny", "parameters": 1, "tokens": 1, "step_ms": 1.0, "words": {}}
+    result |= {"variant": variant, "seed": seed, "hard": hard, "soft": hard}
+    run = folder / f"tiny-{variant}-seed{seed}"
+    run.mkdir(parents=True)
+    (run / "result.json").write_text(json.dumps(result))
+    settings = dataclasses.asdict(SCALES["tiny"]) | {"steps": 100, "argmax_from": 0.8}
+    (run / "config.json").write_text(json.dumps({"settings": settings}))
+    # drawn at steps 80 and before; the mean is of 71 to 80
+    rows = [(70, 9.0), (75, loss + 1.0), (80, loss + 3.0), (90, 9.0)]
+    metrics = [{"step": step, "loss": value, "routing_entropy": value} for step, value in rows]
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, metrics)))
+
+
+@pytest.fixture
+def rounds(tmp_path):
+    """Two rounds of the same seeds, whose beginnings differ by more than their variants."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for seed, shift in ((0, 0.0), (1, 0.3)):
+        write_run(first, "hybrid-1-5", seed, 3.0 + shift, 0.2)
+        write_run(first, "hybrid-1-5-x32-late", seed, 3.1 + shift, 0.1)
+        write_run(second, "hybrid-1-5", seed, 4.0 - shift, 0.2)
+        write_run(second, "prior-free-wide-kv_head-0.45", seed, 4.01 - shift, 0.15)
+    return first, second
+
+
+def test_a_run_is_paired_with_the_hybrid_of_its_folder(rounds):
+    rows = {row["variant"]: row for row in study_report.report(rounds)["tiny"]}
+    assert rows["prior-free-wide-kv_head-0.45"]["beyond_hybrid"]["mean"] == pytest.approx(0.01)
+    assert rows["hybrid-1-5-x32-late"]["beyond_hybrid"]["mean"] == pytest.approx(0.1)
+    assert rows["hybrid-1-5"]["seeds"] == [0, 0, 1, 1]
+    assert rows["hybrid-1-5"]["drawn_entropy"] is None
+    # of losses 4.01 and 3.71, as metrics have it here
+    drawn = rows["prior-free-wide-kv_head-0.45"]["drawn_entropy"]["mean"]
+    assert drawn == pytest.approx(3.86 + 2.0)
+
+
+def test_variants_of_two_rounds_are_compared_by_their_distance_to_the_hybrid(rounds, tmp_path):
+    first, second = rounds
+    arguments = ["--runs", str(second), "--variant", "prior-free-wide-kv_head-0.45"]
+    others = ["--other-runs", str(first), "--others", "hybrid-1-5-x32-late"]
+    path = tmp_path / "compare.json"
+    assert study_text.main(["compare", *arguments, *others, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert [run["drawn_beyond_hybrid"] for run in record["runs"]] == pytest.approx([0.01, 0.01])
+    [row] = record["against"]
+    assert not row["is_paired"]
+    assert row["loss"]["mean"] == pytest.approx(0.01 - 0.1)
+    assert row["flops_ratio"] == pytest.approx(1.5)
+    # half of the way to the hybrid, and six tenths with the controller
+    assert row["line"]["mean"] == pytest.approx(0.01 - 0.05)
+    assert row["line_with_controller"]["mean"] == pytest.approx(0.01 - 0.04)
+
+
+def test_variants_of_one_round_are_compared_seed_by_seed(tmp_path):
+    for seed, loss in ((0, 3.0), (1, 3.3)):
+        write_run(tmp_path, "hybrid-1-5", seed, loss, 0.2)
+        write_run(tmp_path, "prior-free-wide-kv_head-0.45", seed, loss + 0.01 + loss, 0.15)
+        write_run(tmp_path, "bayes-wide-kv_head-0.45", seed, loss + 0.03 + loss, 0.15)
+    record = study_compare.compare(
+        tmp_path, "prior-free-wide-kv_head-0.45", ["bayes-wide-kv_head-0.45"]
+    )
+    [row] = record["against"]
+    assert row["loss"]["mean"] == pytest.approx(-0.02)
+    assert row["loss"]["interval"] == pytest.approx(0.0, abs=1e-9)
+    assert row["line"] is None
+
+
+def test_a_comparison_seed_by_seed_leaves_out_other_seeds(tmp_path):
+    for seed, flops in ((0, 0.1), (1, 0.2)):
+        write_run(tmp_path, "hybrid-1-5", seed, 3.0, 0.2)
+        write_run(tmp_path, "prior-free-wide-kv_head-0.45", seed, 3.0, 0.1)
+        write_run(tmp_path, "bayes-wide-kv_head-0.45", seed, 3.0, flops)
+    names = "prior-free-wide-kv_head-0.45", ["bayes-wide-kv_head-0.45"]
+    [row] = study_compare.compare(tmp_path, *names, seeds=[1])["against"]
+    assert row["flops_ratio"] == pytest.approx(0.5)
+    assert row["loss"]["n"] == 1
+
+
+def test_a_comparison_needs_runs_of_both_with_their_hybrids(rounds):
+    first, second = rounds
+    with pytest.raises(DataError, match="finished run of full and of hybrid-1-5"):
+        study_compare.compare(first, "hybrid-1-5-x32-late", ["full"], second)
 
 
 def test_a_blind_controller_has_one_route_for_each_head(cache):

@@ -189,3 +189,39 @@ def test_what_a_flag_leaves_without_a_meaning_goes_with_it(monkeypatch):
         MetaAttentionForCausalLM(settings.model_config(vocab_size=10))
     # what was given stays, and is refused where it cannot work
     assert build_settings("demo", {"routing": "soft", "target_cost": 0.3}).target_cost == 0.3
+
+
+@pytest.mark.parametrize("name", ["demo", "bytes-small"])
+def test_text_is_pressed_by_its_cost_and_the_kl_keeps_a_tenth(name):
+    settings = build_settings(name, {})
+    cost, kl = settings.cost_weight, settings.kl_weight
+    assert (cost.begin, cost.finish) == (kl.begin, kl.finish)
+    assert (cost.start, kl.start) == (0.0, 0.0)
+    assert kl.end == pytest.approx(0.1 * cost.end)
+    # a prior-free controller is pressed by the same weight
+    assert build_settings(name, {"controller": "prior_free"}).cost_weight == cost
+    given = Schedule.parse("0->0.5@settled+0.2")
+    by_cost = build_settings(name, {"cost_weight": given})
+    assert (by_cost.cost_weight, by_cost.kl_weight) == (given, kl)
+
+
+@pytest.mark.parametrize("name", ["demo", "bytes-small"])
+def test_a_kl_weight_given_alone_presses_in_place_of_the_cost(name):
+    cost = build_settings(name, {}).cost_weight
+    given = Schedule.parse("0->0.5@settled+0.2")
+    alone = build_settings(name, {"kl_weight": given})
+    assert (alone.kl_weight, alone.cost_weight) == (given, Schedule.constant(0.0))
+    both = build_settings(name, {"kl_weight": given, "cost_weight": cost})
+    assert (both.kl_weight, both.cost_weight) == (given, cost)
+    # a prior-free controller has no KL that could
+    free = build_settings(name, {"kl_weight": given, "controller": "prior_free"})
+    assert free.cost_weight == cost
+    # where routes are not hard, the KL presses as it did
+    for routing in ("soft", "gated"):
+        settings = build_settings(name, {"routing": routing})
+        assert (settings.kl_weight, settings.cost_weight) == (cost, Schedule.constant(0.0))
+
+
+def test_tasks_of_known_need_are_pressed_by_the_kl():
+    for name in ("recall", "needle"):
+        assert build_settings(name, {}).cost_weight == Schedule.constant(0.0)

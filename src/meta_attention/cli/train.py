@@ -19,7 +19,7 @@ EXAMPLES = """\b
 examples:
   meta-attention train
   meta-attention train --recipe tiny --data wiki.train.txt --eval-data wiki.valid.txt
-  meta-attention train --recipe bytes-small --data books/ --kl-weight "0->0.1@0.5:0.75"
+  meta-attention train --recipe bytes-small --data books/ --cost-weight "0->0.1@0.6:0.7"
   meta-attention train --routing gated --uncertainty-threshold "0->0.5@0.2:0.8" --out runs/gated
   meta-attention train --routing hard --training-weights one_hot --route-gradient chosen
   meta-attention train --target-cost 0.3 --out runs/cheap
@@ -61,17 +61,19 @@ schedules:
   "0->0.1@2000s:3000s" rises between these steps. "0->0.1@settled+500s" waits until the task loss
   has settled, then rises for 500 steps ("settled+0.2": for a fifth of training). Settled: its mean
   over --settle-steps fell by less than --settle-drop. A run that never settles rises at its end.
-  --cost-weight likewise; a prior_free controller has nothing else to make it cheap.
+  --cost-weight likewise; a prior_free controller has nothing else to make it cheap. Hard routes of
+  demo and bytes-small are pressed by it, and their KL has a tenth of its weight; --kl-weight given
+  alone presses in its place, as it does in recall and needle and where routes are soft or gated.
   --uncertainty-threshold likewise: a token below it is hard, so a rising one makes tokens hard.
 
 \b
 target cost:
   --target-cost 0.2 asks for hard routes that cost 20% of what full attention costs in the routed
   layers: FLOPs of scores and values at the training length, without projections and controller
-  (or whatever --expert-costs says). From when --kl-weight begins to rise, it is multiplied by what
-  brings the cost there, between 1/100 and 100; where there is a --cost-weight, that is, and the
-  KL keeps its own. A model that needs less than that costs less: nothing makes routes dearer than
-  they are of use.
+  (or whatever --expert-costs says). From when --cost-weight begins to rise, it is multiplied by
+  what brings the cost there, between 1/100 and 100, and the KL keeps its own weight; where there is
+  no --cost-weight, that of the KL is. A model that needs less than that costs less: nothing makes
+  routes dearer than they are of use.
   metrics.jsonl has routed_cost, target_cost and multiplier. The best model is then the best of
   those at most 10% above the target.
 """
@@ -201,7 +203,7 @@ def train(
     ] = None,
     cost_weight: Annotated[
         str | None,
-        _flag("weight of the projected cost: a schedule, see below; default: prior_free only"),
+        _flag("weight of the projected cost: a schedule, see below"),
     ] = None,
     target_cost: Annotated[
         float | None,

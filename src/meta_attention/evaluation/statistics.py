@@ -56,9 +56,29 @@ def half_interval(values: Sequence[float]) -> float | None:
     degrees = len(values) - 1
     if degrees < 1:
         return None
+    return _quantile(degrees) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def difference(values: Sequence[float], others: Sequence[float]) -> Figure:
+    """How far apart the means of two groups are that have nothing in common but their kind.
+
+    The interval is Welch's, which takes neither spread for the other's, its degrees of freedom
+    rounded down; None where a group is a single value. ``n`` is of the smaller group.
+    """
+    mean, n = statistics.mean(values) - statistics.mean(others), min(len(values), len(others))
+    if n < 2:
+        return Figure(mean, None, n)
+    variances = [statistics.variance(group) / len(group) for group in (values, others)]
+    if not any(variances):
+        return Figure(mean, 0.0, n)
+    parts = [v**2 / (len(g) - 1) for v, g in zip(variances, (values, others), strict=True)]
+    degrees = math.floor(sum(variances) ** 2 / sum(parts))
+    return Figure(mean, _quantile(degrees) * math.sqrt(sum(variances)), n)
+
+
+def _quantile(degrees: int) -> float:
+    """97.5% of Student's t."""
     if degrees <= len(_T):
-        quantile = _T[degrees - 1]
-    else:
-        # the first two terms of its expansion around the normal's: right to two digits
-        quantile = _NORMAL + 2.372 / degrees + 2.82 / degrees**2
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+        return _T[degrees - 1]
+    # the first two terms of its expansion around the normal's: right to two digits
+    return _NORMAL + 2.372 / degrees + 2.82 / degrees**2

@@ -51,8 +51,8 @@ class RunSettings:
     target_cost: float | None = None
     """What hard routes shall cost: a share of full attention's cost in the routed layers, counted
     as ``expert_costs`` has it. With ``"flops"`` it is the FLOPs of scores and values at the
-    training length, without projections and controller. Steers the weight of the KL, or of the
-    cost where there is no prior."""
+    training length, without projections and controller. Steers the weight of the cost where it has
+    one, else that of the KL."""
     seed: int = 0
     precision: Precision = "fp32"
     gradient_checkpointing: bool = False

@@ -41,6 +41,18 @@ def test_perplexities_are_relative_to_the_same_seed(ablation):
     assert rows["prior-free"]["relative_perplexity"].mean == 0.0
 
 
+def test_hard_losses_are_compared_with_the_recipe_of_the_same_seed(ablation):
+    rows = {row.variant: row for row in summarise(ablation, "ablation")}
+    losses = [
+        a["hard"]["loss"] - b["hard"]["loss"] for a, b in paired(ablation, "full", "recommended")
+    ]
+    assert len(losses) == 3
+    assert rows["full"]["beyond_recommended"].mean == pytest.approx(sum(losses) / 3)
+    assert rows["recommended"]["beyond_recommended"].mean == 0.0
+    # linear lacks a seed
+    assert rows["linear"]["beyond_recommended"].n == 2
+
+
 def test_what_a_variant_does_not_have_is_left_out(ablation):
     rows = {row.variant: row for row in summarise(ablation, "ablation")}
     for name in ("routing_entropy", "adaptivity", "kl", "regret", "expert_collapses"):
@@ -49,6 +61,7 @@ def test_what_a_variant_does_not_have_is_left_out(ablation):
     assert rows["prior-free"]["uncertainty"] is None
     assert rows["prior-free"]["mean_entropy"].n == 3
     assert rows["full"]["attention_flops"].mean == pytest.approx(100.0)
+    assert rows["full"]["model_flops"].mean == pytest.approx(100.0)
 
 
 def test_an_experiment_with_an_axis_has_its_values(ablation):

@@ -10,6 +10,8 @@ from meta_attention.report.ablation.read import Ablation, Row, Run
 
 # perplexities are given relative to this one's, seed by seed
 REFERENCE = "prior-free"
+# and hard losses as a distance to this one's, likewise
+RECIPE = "recommended"
 
 Read = Callable[[Row], float | None]
 
@@ -40,6 +42,7 @@ FIGURES: dict[str, Read] = {
     "hard_cost": lambda r: 100.0 * r["hard"]["projected_cost"],
     "attention_flops": lambda r: 100.0 * r["hard"]["flops"]["attention"],
     "layer_flops": lambda r: 100.0 * r["hard"]["flops"]["layer"],
+    "model_flops": lambda r: 100.0 * r["hard"]["flops"]["model"],
     "soft_attention_flops": lambda r: 100.0 * r["soft"]["flops"]["attention"],
     "adaptivity": lambda r: r["soft"]["adaptivity"],
     "hard_adaptivity": lambda r: r["hard"]["adaptivity"],
@@ -102,6 +105,9 @@ def _summary(ablation: Ablation, name: str, value: float | str | None) -> Summar
         figures[key] = Figure.of(
             [a[mode]["perplexity"] / b[mode]["perplexity"] - 1.0 for a, b in both]
         )
+    figures["beyond_recommended"] = Figure.of(
+        [a["hard"]["loss"] - b["hard"]["loss"] for a, b in paired(ablation, name, RECIPE)]
+    )
     if is_static:
         # nothing is routed, so nothing can collapse
         figures |= {"expert_collapses": None, "prior_collapses": None}
