@@ -77,7 +77,7 @@ def test_numbers_that_grow_bring_no_new_machine_code(kernel):
     x = torch.zeros(9)
     for number in (32, 48, 33, 34, 1, 2**31, 2**31 + 1):
         for _ in range(2):
-            launch(kernel, (1, 1, 1), (x, None), (number,), {"C": 4}, alike=(kind_of(number),))
+            launch(kernel, (1, 1, 1), (x, None), (number,), {"C": 4}, (kind_of(number),))
     # of 32, 33, 1 and both long ones
     assert [args[2] for args in kernel.compiled] == [32, 33, 1, 2**31, 2**31 + 1]
     # the numbers themselves are what the code gets

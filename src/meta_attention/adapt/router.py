@@ -77,6 +77,11 @@ class Router(nn.Module):
         """Whether the layer runs as the base model has it."""
         return self.adaptation.routing_of(self.layer_idx) == "full"
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step with a static cache asks the device nothing."""
+        return not self.has_states and self.execution.knows_newest
+
     def forward(
         self,
         query: Tensor,
@@ -176,7 +181,7 @@ class Router(nn.Module):
                 # a step that is compiled cannot see it
                 kept.ends_in_padding = layout.ends_in_padding
             return layout, S
-        if self.has_states or not self.execution.can_run_newest(query, key, value):
+        if not self.can_be_captured or not self.execution.can_run_newest(query, key, value):
             S = self.adaptation.count_filled(mask, length)
             return self.adaptation.layout(mask, B, T, S, query.device), S
         ends_in_padding = getattr(kept, "ends_in_padding", False)

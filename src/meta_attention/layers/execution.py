@@ -221,11 +221,16 @@ class ExpertExecution:
         It does not know experts with projections or algorithms of their own, nor softmax experts
         that differ in more than their window, and has no gradient.
         """
-        if not self._steps_are_known or len(self._softmax_calls()) > 1:
+        if not self.knows_newest:
             return False
         first = tensors[0]
         # under autocast they may differ
         return not first.requires_grad and all(x.dtype == first.dtype for x in tensors)
+
+    @property
+    def knows_newest(self) -> bool:
+        """Whether :meth:`on_newest` knows the experts."""
+        return self._steps_are_known and len(self._softmax_calls()) <= 1
 
     def newest_tensors(self, heads: HeadsByKind, memory: LayerMemory) -> list[Tensor]:
         """What :meth:`can_run_newest` asks for, of a layer that writes to its cache itself."""

@@ -22,6 +22,7 @@ def launch(
     numbers: tuple[int | float, ...],
     constants: Mapping[str, Any],
     alike: tuple[object, ...] | None = None,
+    /,
     **options: int,
 ) -> None:
     """``kernel[grid](*tensors, *numbers, **constants, **options)``, quicker the second time.

@@ -633,7 +633,7 @@ def routed_decode_triton(
             "NUM_SINKS": min(num_sinks, NO_WINDOW),
             "SOFTCAP": softcap or 0.0,
         },
-        alike=(K, *steady, *map(kind_of, growing)),
+        (K, *steady, *map(kind_of, growing)),
         num_warps=4,
         num_stages=3,
     )
