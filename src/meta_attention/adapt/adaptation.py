@@ -187,7 +187,9 @@ class Adaptation:
 
         With a ``length`` it is of a step, as :meth:`Layout.of_step` takes it.
         """
-        key = (mask, B, T, S, device, torch.is_inference_mode_enabled())
+        # compiled, it is all one call
+        mode = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        key = (mask, B, T, S, device, mode)
         if (
             self._layout is None
             or self._layout[0] is not mask

@@ -527,6 +527,7 @@ def routed_decode_triton(
     num_sinks: int = 0,
     scale: float | None = None,
     softcap: float | None = None,
+    keep_counters: bool = True,
 ) -> Tensor:
     B, H, P = query.shape
     K, S = key.shape[1:3]
@@ -597,7 +598,7 @@ def routed_decode_triton(
             parts,
             stats,
             sums,
-            _zeroed_counters(B * K, device),
+            _zeroed_counters(B * K, device, keep_counters),
         ),
         (
             scale,
@@ -643,14 +644,14 @@ def routed_decode_triton(
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _zeroed_counters(count: int, device: torch.device) -> Tensor:
+def _zeroed_counters(count: int, device: torch.device, may_keep: bool) -> Tensor:
     """Counters that are zero, and that the kernel leaves so.
 
     Kept per stream, where one launch ends before the next begins, so that a step is one launch. A
     captured graph may be replayed on any stream, beside any other work: it gets counters of its
     own, zeroed at each replay.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if not may_keep or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     counters = _counters.get((device, stream))
