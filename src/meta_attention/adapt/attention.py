@@ -42,8 +42,12 @@ def remember_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     router: Router = module.router  # type: ignore[assignment]
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     rotation = kwargs.get("position_embeddings")
-    caches = (self_attention_cache(given) for given in (*kwargs.values(), *args))
-    router.inputs = Inputs(x, next((c for c in caches if c is not None), None), rotation)
+    cache = self_attention_cache(kwargs.get("past_key_values"))
+    if cache is None:
+        # under another name, if there is one
+        caches = (self_attention_cache(given) for given in (*kwargs.values(), *args))
+        cache = next((c for c in caches if c is not None), None)
+    router.remember(Inputs(x, cache, rotation))
 
 
 def attend(
@@ -64,7 +68,7 @@ def attend(
     """
     router = getattr(module, "router", None)
     if isinstance(router, Router) and router.is_bypassed:
-        router.inputs = None  # a whole text, of every layer
+        router.remember(None)  # a whole text, of every layer
     elif isinstance(router, Router):
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ConfigError(

@@ -71,6 +71,7 @@ class Router(nn.Module):
         self.execution = ExpertExecution(config, self.expert_names, self.experts)
         self.has_states = any(isinstance(e, RecurrentExpert) for e in self.experts)
         self.inputs: Inputs | None = None
+        self._scores: tuple[float | None, float | None] | None = None  # as last set
 
     @property
     def is_bypassed(self) -> bool:
@@ -119,14 +120,14 @@ class Router(nn.Module):
             query, key, value = (x.to(dtype) for x in (query, key, value))
         self._set_scores(None if scale == P**-0.5 else scale, softcap)
         kept = None if inputs.cache is None else inputs.cache.layers[self.layer_idx]
-        layout, S = self._read(kept, query, key, value, mask)
+        run = self.execution
+        is_step = T == 1 and run.can_run_newest(query, key, value)
+        layout, S = self._read(kept, query, key, mask, is_step)
         if key.shape[2] > S:
             # a static cache has room for more
             key, value = key[:, :, :S], value[:, :, :S]
         x = inputs.x.to(query.device)
-        run, step, is_padding = self.execution, layout.step, layout.is_padding
-        if step is not None and not run.can_run_newest(query, key, value):
-            step = None
+        step, is_padding = layout.step if is_step else None, layout.is_padding
         if step is not None and not run.has_finish and not self.has_states:
             is_padding = None  # nobody reads what these rows hold, and theirs are zero
         if is_padding is not None:
@@ -158,12 +159,7 @@ class Router(nn.Module):
         return rows
 
     def _read(
-        self,
-        kept: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
+        self, kept: Any, query: Tensor, key: Tensor, mask: Tensor | None, is_step: bool
     ) -> tuple[Layout, int]:
         """Where tokens are, and how many keys to look at.
 
@@ -181,14 +177,20 @@ class Router(nn.Module):
                 # a step that is compiled cannot see it
                 kept.ends_in_padding = layout.ends_in_padding
             return layout, S
-        if not self.can_be_captured or not self.execution.can_run_newest(query, key, value):
+        if self.has_states or not is_step:
             S = self.adaptation.count_filled(mask, length)
             return self.adaptation.layout(mask, B, T, S, query.device), S
         ends_in_padding = getattr(kept, "ends_in_padding", False)
         return self.adaptation.layout(mask, B, T, S, query.device, length, ends_in_padding), S
 
+    def remember(self, inputs: Inputs | None) -> None:
+        """Keep what the next call needs to know."""
+        # a module's own way looks for parameters first, for longer than a launch takes
+        object.__setattr__(self, "inputs", inputs)
+
     def _take_inputs(self) -> Inputs:
-        inputs, self.inputs = self.inputs, None
+        inputs = self.inputs
+        self.remember(None)
         if inputs is None:
             raise ConfigError(
                 "an adapted attention module must be called itself: its router sees the hidden "
@@ -197,9 +199,12 @@ class Router(nn.Module):
         return inputs
 
     def _set_scores(self, scale: float | None, softcap: float | None) -> None:
+        if (scale, softcap) == self._scores:
+            return
         for expert in self.experts:
             if isinstance(expert, SoftmaxExpert):
                 expert.scale, expert.softcap = scale, softcap
+        self._scores = (scale, softcap)
 
     def _route(self, x: Tensor, layout: Layout) -> tuple[Tensor, RoutingName]:
         """Weights of the tokens on the experts, and what kind of routes these are."""

@@ -131,8 +131,10 @@ class MLPController(Controller):
     @property
     def network(self) -> Network:
         """The parameters, as tensor functions take them."""
-        first, second = [layer for layer in self.mlp if isinstance(layer, nn.Linear)]
-        return Network(first.weight, first.bias, second.weight, second.bias)
+        first, _, second = self.mlp
+        # read once for every token of a decoded text, so without looking for other kinds
+        a, b = first._parameters, second._parameters
+        return Network(a["weight"], a["bias"], b["weight"], b["bias"])  # type: ignore[arg-type]
 
     def logits(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Unbounded scores [B, T, E] or [B, T, G, E], in float32 also under autocast."""

@@ -91,6 +91,7 @@ class ExpertExecution:
             and len(self._kinds_kept) <= 1
             and len({kind.projections for kind in self.kinds}) == 1
         )
+        self._others = [(i, e) for i, e in enumerate(experts) if not isinstance(e, SoftmaxExpert)]
         self._calls: tuple[object, dict[SoftmaxCall, dict[int, int | None]]] = ((), {})
 
     def plan(
@@ -181,16 +182,19 @@ class ExpertExecution:
                 **call.scores,
                 impl=self.config.impl,
             )
+            if shares and not self.has_finish:
+                buffers[0] = rows
+                continue
             for slot, index in enumerate(windows):
                 own = rows if plan.is_exclusive else rows[slot]
-                expert: SoftmaxExpert = self.experts[index]  # type: ignore[assignment]
-                if expert.has_finish:
+                if index in self._finished:
+                    expert: SoftmaxExpert = self.experts[index]  # type: ignore[assignment]
                     own = keep_listed(plan.list_of(index), expert.finish(own, x), own)
                     rows = own if shares else rows
                 buffers[0 if shares else index] = own
 
-        for index, (name, other) in enumerate(zip(self.names, self.experts, strict=True)):
-            buffer = 0 if shares else index
+        for index, other in self._others:
+            name, buffer = self.names[index], 0 if shares else index
             if isinstance(other, RecurrentExpert):
                 state = None if memory is None else memory.states.get(name)
                 buffers[buffer], state = other.attend(
@@ -203,7 +207,7 @@ class ExpertExecution:
                 )
                 if memory is not None:
                     memory.keep_state(name, state)
-            elif isinstance(other, Expert) and not isinstance(other, SoftmaxExpert):
+            elif isinstance(other, Expert):
                 buffers[buffer] = other.attend(
                     with_past[self.kinds[index]],
                     x,
@@ -407,6 +411,9 @@ class ExpertExecution:
             new_keys = torch.cat([heads[kind].key for kind in kinds], dim=2)
             new_values = torch.cat([heads[kind].value for kind in kinds], dim=2)
         keys, values = memory.update(new_keys.transpose(1, 2), new_values.transpose(1, 2))
+        if len(kinds) == 1:
+            seen = Heads(heads[kinds[0]].query, keys.transpose(1, 2), values.transpose(1, 2))
+            return {kinds[0]: seen}
         per_kind = zip(
             kinds,
             keys.transpose(1, 2).chunk(len(kinds), dim=2),

@@ -45,15 +45,18 @@ def launch(
     addresses: list[Any] = []
     like: list[object] = []
     for x in tensors:
-        if isinstance(x, Tensor):
+        # first, as a look at its type takes longer
+        if x is None:
+            addresses.append(x)
+            like.append(x)
+        elif isinstance(x, Tensor):
             address = x.data_ptr()
             addresses.append(address)
-            like.append(x.dtype)
-            like.append(address % 16)
+            like += (x.dtype, address % 16)
             one = x
         else:
             addresses.append(x)
-            like.append(x is None)
+            like.append(False)
     device = one.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):

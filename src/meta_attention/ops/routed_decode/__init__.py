@@ -24,7 +24,6 @@ from meta_attention.ops.routed_decode.reference import LinearStep, routed_decode
 __all__ = ["LinearStep", "routed_decode"]
 
 
-@torch.no_grad()
 def routed_decode(
     query: Tensor,
     key: Tensor,
