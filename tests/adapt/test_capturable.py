@@ -14,7 +14,7 @@ from transformers import DynamicCache, StaticCache
 from triton.runtime.interpreter import GridExecutor
 
 from meta_attention import adapt
-from meta_attention.adapt import adaptation, attention, routed_as
+from meta_attention.adapt import adaptation, attention, routed_as, routers_of
 from meta_attention.errors import CacheError
 from meta_attention.testing.pretrained import (
     build_base,
@@ -168,7 +168,11 @@ def test_a_mask_that_is_one_row_for_all_may_have_padding():
 def test_nothing_of_a_call_is_kept_after_it():
     model, ids = make_model(impl="reference"), draw_tokens(2, 8)
     model(ids, attention_mask=torch.ones_like(ids))
-    shared = next(m for m in model.modules() if type(m).__name__ == "Router").adaptation
+    shared = routers_of(model)[0].adaptation
+    assert shared._layout is None
+    # also where the last layer is not routed
+    with routed_as(model, {1: "full"}):
+        model(ids, attention_mask=torch.ones_like(ids))
     assert shared._layout is None
 
 

@@ -189,7 +189,7 @@ class Adaptation:
         """
         # compiled, it is all one call
         mode = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-        key = (mask, B, T, S, device, mode)
+        key = (mask, B, T, S, device, mode, length is None)
         if (
             self._layout is None
             or self._layout[0] is not mask

@@ -69,6 +69,7 @@ def attend(
     router = getattr(module, "router", None)
     if isinstance(router, Router) and router.is_bypassed:
         router.remember(None)  # a whole text, of every layer
+        router.adaptation.finish(router.layer_idx)
     elif isinstance(router, Router):
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ConfigError(

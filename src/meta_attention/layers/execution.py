@@ -69,6 +69,9 @@ class ExpertExecution:
         self.config = config
         self.names = names
         self.experts = experts
+        # a config takes its time to be read
+        self.causal = config.causal
+        self.shared_projections = config.shared_projections
         # which heads each expert sees
         self.kinds = [
             HeadsKind(
@@ -157,7 +160,7 @@ class ExpertExecution:
         with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
         query = next(iter(heads.values())).query
         # where each token takes one expert and all share what follows, they share a buffer
-        shares = plan.is_exclusive and self.config.shared_projections
+        shares = plan.is_exclusive and self.shared_projections
         if not shares:
             buffers = [torch.zeros_like(query) for _ in self.experts]
         elif self._leaves_gaps(mask):
@@ -176,7 +179,7 @@ class ExpertExecution:
                 seen.value,
                 plan,
                 windows,
-                causal=self.config.causal,
+                causal=self.causal,
                 mask=past_mask,
                 rows=buffers[0] if shares else None,
                 **call.scores,
