@@ -5,7 +5,7 @@ import torch
 from triton import knobs
 from triton.runtime import driver
 
-from meta_attention.ops.launch import apply, ceil_div, launch, next_power_of_2
+from meta_attention.ops.launch import apply, ceil_div, kind_of, launch, next_power_of_2
 
 
 class Double(torch.autograd.Function):
@@ -71,6 +71,17 @@ def test_only_launches_that_are_alike_share_machine_code(kernel):
     run(x, num_warps=8)
     assert len(kernel.compiled) == 6
     assert len(kernel.seen) == 5
+
+
+def test_numbers_that_grow_bring_no_new_machine_code(kernel):
+    x = torch.zeros(9)
+    for number in (32, 48, 33, 34, 1, 2**31, 2**31 + 1):
+        for _ in range(2):
+            launch(kernel, (1, 1, 1), (x, None), (number,), {"C": 4}, (kind_of(number),))
+    # of 32, 33, 1 and both long ones
+    assert [args[2] for args in kernel.compiled] == [32, 33, 1, 2**31, 2**31 + 1]
+    # the numbers themselves are what the code gets
+    assert [args[-2] for args in kernel.seen][:4] == [32, 48, 48, 33]
 
 
 def test_a_launch_somebody_watches_goes_through_triton(kernel):

@@ -76,14 +76,25 @@ def test_it_takes_a_kernel_that_knows_the_case(kernel_device):
 
 
 @torch.no_grad()
-def test_a_compiler_traces_the_posterior(kernel_device):
-    """A kernel would break its graph."""
-    controller, (x, _) = make_controller().to(kernel_device), make_inputs(kernel_device)
-    found = []
+def test_a_compiler_sees_one_operation(kernel_device):
+    """Of the same routes: a kernel that it cannot look into must not break its graph."""
+    controller, (x, position_ids) = make_controller().to(kernel_device), make_inputs(kernel_device)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
 
     def call(x):
-        found.append(can_route_directly(controller, x))
-        return x + 1
+        assert can_route_directly(controller, x)
+        return route_directly(controller, x, position_ids)
 
-    torch.compile(call, backend="eager", fullgraph=True)(x)
-    assert found == [False]
+    weights = torch.compile(call, backend=keep, fullgraph=True)(x)
+    assert torch.equal(weights, call(x))
+    (graph,) = graphs
+    assert "meta_attention.route_tokens" in graph.code
+    torch.library.opcheck(
+        torch.ops.meta_attention.route_tokens,
+        (x, position_ids, *controller.network, controller.prior_concentration, [], 64),
+        test_utils=("test_schema", "test_faketensor"),
+    )

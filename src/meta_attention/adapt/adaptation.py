@@ -32,17 +32,17 @@ class Layout:
     is_padding: Tensor | None  # [B, T]
     position_ids: Tensor  # [B, T], from each row's first token
     step: DecodeStep | None  # where one token follows a cache
+    ends_in_padding: bool = False  # some row does, after tokens
 
     @staticmethod
     def of(mask: Tensor | None, B: int, T: int, S: int, device: torch.device) -> "Layout":
-        """Read a mask ``[B, S]``. Waits for the device where there is one."""
+        """Read the first S positions of a mask. Waits for the device where some may be padding."""
         past = S - T
-        padding = None if mask is None else Padding.of(mask.bool())
+        padding = None
+        if mask is not None and not is_same_in_all_rows(mask):
+            padding = Padding.of(mask[:, :S].bool())
         if padding is not None and padding.has_gaps and past > 0:
-            raise CacheError(
-                "a row must not go on after padding: windows count positions; pad prompts on the "
-                "left"
-            )
+            raise CacheError(AFTER_PADDING)
         known = None if padding is None else padding.is_token
         step = None
         if T == 1 and past > 0:
@@ -55,7 +55,65 @@ class Layout:
             None if known is None else ~known[:, past:],
             positions_of(known, B, T, past, device),
             step,
+            padding is not None and padding.ends,
         )
+
+    @staticmethod
+    def of_step(mask: Tensor, length: Tensor, ends_in_padding: bool) -> "Layout":
+        """Of the newest tokens, where the device alone knows how far a cache is filled.
+
+        Asks the device nothing where a step is captured or compiled, or rows have no padding.
+
+        Args:
+            mask: ``[B, S]`` of all positions there is room for, False where nothing is yet.
+            length: How many are filled ``[]``, the newest included.
+            ends_in_padding: What the last prompt is known to do.
+        """
+        B, S = mask.shape
+        length = length.reshape(1)
+        position = length - 1
+        if is_same_in_all_rows(mask):
+            step = DecodeStep(position, length, None, None)
+            return Layout(None, None, position.expand(B, 1), step)
+        is_token = mask.index_select(1, position)  # [B, 1]
+        # the first of the largest; a row without tokens is padding now, too
+        start = mask.view(torch.uint8).argmax(dim=1)
+        if may_wait(mask):
+            at = torch.arange(S, device=mask.device)
+            hole = ~mask & (at >= start.unsqueeze(1)) & (at < position)
+            ends_in_padding = bool((hole & is_token).any())
+        if ends_in_padding:
+            raise CacheError(AFTER_PADDING)
+        step = DecodeStep(position, length, start, is_token.squeeze(1))
+        return Layout(None, ~is_token, position - start.unsqueeze(1), step)
+
+
+AFTER_PADDING = (
+    "a row must not go on after padding: windows count positions; pad prompts on the left"
+)
+
+
+def is_same_in_all_rows(mask: Tensor) -> bool:
+    """Whether a mask is one row for all, which has no padding: see ``make_mask``."""
+    return mask.stride(0) == 0
+
+
+def may_wait(x: Tensor) -> bool:
+    """Whether the host may ask what is in a tensor: not where its work is recorded."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def read_length(length: int | Tensor) -> int:
+    """How far a cache is filled. Waits for the device where only that knows."""
+    if isinstance(length, Tensor) and not may_wait(length):
+        raise CacheError(
+            "how far a static cache is filled is read on the host by prompts that follow others, "
+            "by recurrent experts and by experts of your own; these cannot be captured or "
+            "compiled, so call the model as it is, with an empty cache or softmax experts"
+        )
+    return int(length)
 
 
 @dataclass
@@ -107,6 +165,7 @@ class Adaptation:
     routing: Routing = ""  # in force instead of the config's
     record: Record | None = None
     _layout: tuple[object, ...] | None = field(default=None, repr=False)
+    _filled: tuple[Tensor, int] | None = field(default=None, repr=False)
 
     def routing_of(self, layer_idx: int) -> Way:
         """How a layer is routed now."""
@@ -114,14 +173,43 @@ class Adaptation:
             return self.routing or self.config.routing
         return self.routing.get(layer_idx, self.config.routing)
 
-    def layout(self, mask: Tensor | None, B: int, T: int, S: int, device: torch.device) -> Layout:
-        """Read a mask once for all layers of a call, which are given the same object."""
-        key = (mask, B, T, S, device, torch.is_inference_mode_enabled())
+    def layout(
+        self,
+        mask: Tensor | None,
+        B: int,
+        T: int,
+        S: int,
+        device: torch.device,
+        length: Tensor | None = None,
+        ends_in_padding: bool = False,
+    ) -> Layout:
+        """Read a mask once for all layers of a call, which are given the same object.
+
+        With a ``length`` it is of a step, as :meth:`Layout.of_step` takes it.
+        """
+        # compiled, it is all one call
+        mode = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        key = (mask, B, T, S, device, mode, length is None)
         if (
             self._layout is None
             or self._layout[0] is not mask
             or self._layout[1 : len(key)] != key[1:]
         ):
-            self._layout = (*key, Layout.of(mask, B, T, S, device))
+            if length is not None and mask is not None:
+                found = Layout.of_step(mask, length, ends_in_padding)
+            else:
+                found = Layout.of(mask, B, T, S, device)
+            self._layout = (*key, found)
         layout: Layout = self._layout[-1]  # type: ignore[assignment]
         return layout
+
+    def count_filled(self, mask: Tensor, length: Tensor) -> int:
+        """How far a static cache is filled, read once for all layers of a call."""
+        if self._filled is None or self._filled[0] is not mask:
+            self._filled = (mask, read_length(length))
+        return self._filled[1]
+
+    def finish(self, layer_idx: int) -> None:
+        """Forget what was read for all layers, after the last of them."""
+        if layer_idx == self.layers[-1]:
+            self._layout = self._filled = None

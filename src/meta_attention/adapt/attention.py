@@ -8,7 +8,8 @@ it: layers that are not routed run as before, by PyTorch's fused attention or in
     meta_attention_eager   below it eager
 
 The mask is padding only, ``[B, S]`` as it was given, for the layers that see everything; layers
-with a window of their own get the mask they always had.
+with a window of their own get the mask they always had. For a step with a static cache it has a
+place for all there is room for.
 """
 
 import sys
@@ -17,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -25,6 +27,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from meta_attention.adapt.adaptation import is_same_in_all_rows, may_wait, read_length
 from meta_attention.adapt.families import is_window
 from meta_attention.adapt.memory import self_attention_cache
 from meta_attention.adapt.router import Inputs, Router
@@ -39,8 +42,12 @@ def remember_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     router: Router = module.router  # type: ignore[assignment]
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     rotation = kwargs.get("position_embeddings")
-    caches = (self_attention_cache(given) for given in (*kwargs.values(), *args))
-    router.inputs = Inputs(x, next((c for c in caches if c is not None), None), rotation)
+    cache = self_attention_cache(kwargs.get("past_key_values"))
+    if cache is None:
+        # under another name, if there is one
+        caches = (self_attention_cache(given) for given in (*kwargs.values(), *args))
+        cache = next((c for c in caches if c is not None), None)
+    router.remember(Inputs(x, cache, rotation))
 
 
 def attend(
@@ -61,7 +68,8 @@ def attend(
     """
     router = getattr(module, "router", None)
     if isinstance(router, Router) and router.is_bypassed:
-        router.inputs = None  # a whole text, of every layer
+        router.remember(None)  # a whole text, of every layer
+        router.adaptation.finish(router.layer_idx)
     elif isinstance(router, Router):
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ConfigError(
@@ -89,8 +97,13 @@ def _mask_below(
 ) -> Tensor | None:
     """The mask of a layer that sees everything, as its own attention takes it."""
     T, S = query.shape[2], key.shape[2]
+    if below == "sdpa" and (T == 1 or (padding is None and S == T)):
+        # a token sees all there is before it; of a whole text sdpa needs no mask
+        return None if padding is None else padding[:, None, None, :]
     # what a static cache has room for goes on after the tokens that the mask is of
     filled = S if padding is None else padding.shape[1]
+    if padding is not None and T > 1 and is_same_in_all_rows(padding):
+        padding = None
     causal = bool(getattr(module, "is_causal", True))
     mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[below](
         batch_size=query.shape[0],
@@ -148,17 +161,46 @@ def make_mask(
             "documents packed into a row (position_ids that start anew) or its own; give each "
             "text a row, and under torch.compile an attention_mask"
         )
-    filled = int(q_offset) + q_length
+    if attention_mask is not None and is_same_in_all_rows(attention_mask):
+        # only ours say by it that there is no padding
+        attention_mask = attention_mask.clone(memory_format=torch.contiguous_format)
+    if isinstance(q_offset, Tensor) and q_length == 1:
+        return _mask_of_step(attention_mask, batch_size, kv_length, q_offset)
+    filled = read_length(q_offset) + q_length
     if attention_mask is None and kv_length > filled:
         # a static cache has room for more: the mask says how far it is filled
-        attention_mask = torch.ones(batch_size, filled, dtype=torch.bool, device=device)
-    if attention_mask is not None and attention_mask.shape[1] < filled:
-        raise ShapeError(
-            f"attention_mask must be of all {filled} tokens, the cached ones included, got "
-            f"{list(attention_mask.shape)}"
-        )
+        return _one_row(torch.ones(filled, dtype=torch.bool, device=device), batch_size)
+    _check_length(attention_mask, filled)
     # a new object for every call, so that layers can tell one call from another
     return None if attention_mask is None else attention_mask[:, :filled]
+
+
+def _mask_of_step(mask: Tensor | None, B: int, S: int, position: Tensor) -> Tensor:
+    """Mask ``[B, S]`` of all that a static cache has room for, whose length is on the device.
+
+    So no shape changes from step to step, and nobody waits for the device.
+    """
+    is_filled = torch.arange(S, device=position.device) <= position
+    if mask is None:
+        return _one_row(is_filled, B)
+    if mask.shape[1] < S:
+        if may_wait(position):
+            _check_length(mask, read_length(position) + 1)
+        mask = F.pad(mask.bool(), (0, S - mask.shape[1]))
+    return mask[:, :S] & is_filled
+
+
+def _one_row(row: Tensor, B: int) -> Tensor:
+    """A mask without padding, the same for all rows; its strides say that it is."""
+    return row.as_strided((B, row.shape[0]), (0, 1))
+
+
+def _check_length(mask: Tensor | None, filled: int) -> None:
+    if mask is not None and mask.shape[1] < filled:
+        raise ShapeError(
+            f"attention_mask must be of all {filled} tokens, the cached ones included, got "
+            f"{list(mask.shape)}"
+        )
 
 
 for _below, _name in IMPLEMENTATIONS.items():

@@ -51,7 +51,7 @@ def adapt(model: ModelType, config: AdaptConfig | None = None, **settings: Any) 
     # nothing has changed so far: a mistake above leaves the model as it was
     model.set_attn_implementation(IMPLEMENTATIONS[_below(model)])
     generation = getattr(model, "generation_config", None)
-    if generation is not None:
+    if generation is not None and not all(r.can_be_captured for r in routers.values()):
         # static caches would have it compiled, which lengths on the host break up
         generation.disable_compile = True
     for index, router in routers.items():

@@ -10,7 +10,7 @@ Shapes: B batch, T new tokens, S tokens so far, D width, H heads, K key-value he
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -71,11 +71,17 @@ class Router(nn.Module):
         self.execution = ExpertExecution(config, self.expert_names, self.experts)
         self.has_states = any(isinstance(e, RecurrentExpert) for e in self.experts)
         self.inputs: Inputs | None = None
+        self._scores: tuple[float | None, float | None] | None = None  # as last set
 
     @property
     def is_bypassed(self) -> bool:
         """Whether the layer runs as the base model has it."""
         return self.adaptation.routing_of(self.layer_idx) == "full"
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step with a static cache asks the device nothing."""
+        return not self.has_states and self.execution.knows_newest
 
     def forward(
         self,
@@ -101,10 +107,7 @@ class Router(nn.Module):
             ``[B, T, H, P]``, zero for padding.
         """
         inputs = self._take_inputs()
-        B, _, T, P = query.shape
-        if mask is not None:
-            # a static cache has room for more
-            key, value = key[:, :, : mask.shape[1]], value[:, :, : mask.shape[1]]
+        _, _, T, P = query.shape
         if inputs.cache is None and key.shape[2] != T:
             raise ConfigError(
                 f"{key.shape[2]} keys came for {T} tokens without a cache of Transformers; this "
@@ -115,38 +118,79 @@ class Router(nn.Module):
             # rotation and caches may have left them in another precision
             dtype = torch.get_autocast_dtype(device)
             query, key, value = (x.to(dtype) for x in (query, key, value))
-        layout = self.adaptation.layout(mask, B, T, key.shape[2], query.device)
         self._set_scores(None if scale == P**-0.5 else scale, softcap)
+        kept = None if inputs.cache is None else inputs.cache.layers[self.layer_idx]
+        run = self.execution
+        is_step = T == 1 and run.can_run_newest(query, key, value)
+        layout, S = self._read(kept, query, key, mask, is_step)
+        if key.shape[2] > S:
+            # a static cache has room for more
+            key, value = key[:, :, :S], value[:, :, :S]
         x = inputs.x.to(query.device)
-        if layout.is_padding is not None:
+        step, is_padding = layout.step if is_step else None, layout.is_padding
+        if step is not None and not run.has_finish and not self.has_states:
+            is_padding = None  # nobody reads what these rows hold, and theirs are zero
+        if is_padding is not None:
             # padding may hold anything, also what 0 * x would not remove
-            x = x.masked_fill(layout.is_padding.unsqueeze(-1), 0.0)
+            x = x.masked_fill(is_padding.unsqueeze(-1), 0.0)
 
         # tokens -> posterior -> routes; in one where nobody asks for the posterior
         weights, routing = self._route(x, layout)
 
         # routes -> plan -> experts -> merge; for the newest tokens alone, all in one
-        heads = self._heads(query, key, value, inputs.rotation)
-        memory = None
-        if inputs.cache is not None:
-            layer = inputs.cache.layers[self.layer_idx]
-            memory = BaseMemory(layer, key, value, T, self.has_states)
-        run, step = self.execution, layout.step
-        if step is not None and memory is not None and run.can_run_newest(heads, memory):
-            merged = run.on_newest(heads, x, weights, step, memory)
+        if step is not None and not self.has_states:
+            rows = run.attend_newest(query.squeeze(2), key, value, x, weights, step).unsqueeze(1)
         else:
-            plan = run.plan(weights, layout.is_padding, routing)
-            if plan is None:
-                rows = run.on_all(heads, x, layout.mask, memory)
+            heads = self._heads(query, key, value, inputs.rotation)
+            memory = None if kept is None else BaseMemory(kept, key, value, T, self.has_states)
+            if step is not None and memory is not None:
+                merged = run.on_newest(heads, x, weights, step, memory)
             else:
-                rows = run.on_listed(heads, x, layout.mask, memory, plan)
-            merged = run.merge(rows, weights, plan)
-        if layout.is_padding is not None:
-            merged = merged.masked_fill(layout.is_padding.unsqueeze(-1), 0.0)
-        return merged.unflatten(-1, (-1, P))
+                plan = run.plan(weights, is_padding, routing)
+                if plan is None:
+                    parts = run.on_all(heads, x, layout.mask, memory)
+                else:
+                    parts = run.on_listed(heads, x, layout.mask, memory, plan)
+                merged = run.merge(parts, weights, plan)
+            rows = merged.unflatten(-1, (-1, P))
+        if is_padding is not None:
+            rows = rows.masked_fill(is_padding[..., None, None], 0.0)
+        self.adaptation.finish(self.layer_idx)
+        return rows
+
+    def _read(
+        self, kept: Any, query: Tensor, key: Tensor, mask: Tensor | None, is_step: bool
+    ) -> tuple[Layout, int]:
+        """Where tokens are, and how many keys to look at.
+
+        A step with a static cache looks at all there is room for: how many are filled is known to
+        the device, and only kernels ask for it.
+        """
+        B, _, T, _ = query.shape
+        S = key.shape[2] if mask is None else mask.shape[1]
+        length: int | Tensor | None = None
+        if kept is not None and kept.is_compileable and T == 1 and key.shape[2] == S:
+            length = kept.get_seq_length()
+        if mask is None or not isinstance(length, Tensor):
+            layout = self.adaptation.layout(mask, B, T, S, query.device)
+            if kept is not None and T > 1:
+                # a step that is compiled cannot see it
+                kept.ends_in_padding = layout.ends_in_padding
+            return layout, S
+        if self.has_states or not is_step:
+            S = self.adaptation.count_filled(mask, length)
+            return self.adaptation.layout(mask, B, T, S, query.device), S
+        ends_in_padding = getattr(kept, "ends_in_padding", False)
+        return self.adaptation.layout(mask, B, T, S, query.device, length, ends_in_padding), S
+
+    def remember(self, inputs: Inputs | None) -> None:
+        """Keep what the next call needs to know."""
+        # a module's own way looks for parameters first, for longer than a launch takes
+        object.__setattr__(self, "inputs", inputs)
 
     def _take_inputs(self) -> Inputs:
-        inputs, self.inputs = self.inputs, None
+        inputs = self.inputs
+        self.remember(None)
         if inputs is None:
             raise ConfigError(
                 "an adapted attention module must be called itself: its router sees the hidden "
@@ -155,9 +199,12 @@ class Router(nn.Module):
         return inputs
 
     def _set_scores(self, scale: float | None, softcap: float | None) -> None:
+        if (scale, softcap) == self._scores:
+            return
         for expert in self.experts:
             if isinstance(expert, SoftmaxExpert):
                 expert.scale, expert.softcap = scale, softcap
+        self._scores = (scale, softcap)
 
     def _route(self, x: Tensor, layout: Layout) -> tuple[Tensor, RoutingName]:
         """Weights of the tokens on the experts, and what kind of routes these are."""

@@ -15,6 +15,10 @@ MIB = 2**20
 # more than any GPU's level-2 cache holds
 FLUSH_BYTES = 256 * MIB
 
+# calls beside those that are counted: to warm up and to estimate, and before one is captured
+WARM_UP = 4
+GRAPH_WARM_UP = 3
+
 
 class Clock:
     """Times calls on one device.
@@ -43,11 +47,16 @@ class Clock:
             torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if self.is_cuda else None
         )
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether the device has graphs to replay."""
+        return self.is_cuda
+
     def time(self, call: Call) -> Timing:
         """Median and spread, from warmed-up runs; the whole measurement is made twice."""
         # the first run compiles
-        call()
-        call()
+        for _ in range(WARM_UP - 2):
+            call()
         estimate = statistics.median(self._runs(call, 2))
         wanted = int(self.budget_ms / max(estimate, 1e-6))
         runs = max(self.min_runs, min(self.max_runs, wanted))
@@ -67,7 +76,7 @@ class Clock:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            for _ in range(3):
+            for _ in range(GRAPH_WARM_UP):
                 call()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)

@@ -9,6 +9,7 @@ Shapes: B batch, T sequence, E experts, G key-value heads where each has a route
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,8 +132,11 @@ class MLPController(Controller):
     @property
     def network(self) -> Network:
         """The parameters, as tensor functions take them."""
-        first, second = [layer for layer in self.mlp if isinstance(layer, nn.Linear)]
-        return Network(first.weight, first.bias, second.weight, second.bias)
+        # read for every token of a decoded text, so where they lie: modules search for theirs
+        layers: Any = self._modules["mlp"]
+        first, _, second = layers._modules.values()
+        a, b = first._parameters, second._parameters
+        return Network(a["weight"], a["bias"], b["weight"], b["bias"])
 
     def logits(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Unbounded scores [B, T, E] or [B, T, G, E], in float32 also under autocast."""

@@ -48,7 +48,7 @@ def as_base(model: nn.Module) -> Iterator[None]:
         pretrained.set_attn_implementation(name)
         for router in routers:
             # hooks have handed them what nobody took
-            router.inputs = None
+            router.remember(None)
 
 
 def token_losses(model: PreTrainedModel, ids: Tensor) -> Tensor:

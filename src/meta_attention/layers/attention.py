@@ -177,7 +177,11 @@ class BayesianMetaAttentionLayer(nn.Module):
         documents = None if document_ids is None else mask
         heads = self._project(x, position_ids, rotation, is_padding, documents, memory)
         run = self.execution
-        if step is not None and memory is not None and run.can_run_newest(heads, memory):
+        if (
+            step is not None
+            and memory is not None
+            and run.can_run_newest(*run.newest_tensors(heads, memory))
+        ):
             merged = run.on_newest(heads, x, routes.weights, step, memory)
             output = self._output(0, merged)
         else:

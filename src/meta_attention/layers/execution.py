@@ -7,6 +7,7 @@ Shapes: B batch, T sequence, D width, H heads, P head width, E experts, G key-va
 has a route of its own, otherwise 1.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,9 @@ class ExpertExecution:
         self.config = config
         self.names = names
         self.experts = experts
+        # a config takes its time to be read
+        self.causal = config.causal
+        self.shared_projections = config.shared_projections
         # which heads each expert sees
         self.kinds = [
             HeadsKind(
@@ -76,6 +80,22 @@ class ExpertExecution:
             )
             for index, expert in enumerate(experts)
         ]
+        # plain lists of what does not change: a step of decoding waits for all that is looked up
+        self._softmax = [(i, e) for i, e in enumerate(experts) if isinstance(e, SoftmaxExpert)]
+        self._finished = [i for i, e in self._softmax if e.has_finish]
+        self.has_finish = bool(self._finished)
+        self._linear = [(i, e) for i, e in enumerate(experts) if isinstance(e, LinearStateExpert)]
+        # the heads whose keys and values some expert reads from the cache
+        kept = [k for k, e in zip(self.kinds, experts, strict=True) if not _is_recurrent(e)]
+        self._kinds_kept = list(dict.fromkeys(kept))
+        others = [type(e) for e in experts if not isinstance(e, SoftmaxExpert)]
+        self._steps_are_known = (
+            all(kind in LINEAR_STATES for kind in others)
+            and len(self._kinds_kept) <= 1
+            and len({kind.projections for kind in self.kinds}) == 1
+        )
+        self._others = [(i, e) for i, e in enumerate(experts) if not isinstance(e, SoftmaxExpert)]
+        self._calls: tuple[object, dict[SoftmaxCall, dict[int, int | None]]] = ((), {})
 
     def plan(
         self, weights: Tensor, is_padding: Tensor | None, routing: RoutingName
@@ -140,7 +160,7 @@ class ExpertExecution:
         with_past, new_mask, past_mask = self._with_past(heads, mask, memory, x.shape[1])
         query = next(iter(heads.values())).query
         # where each token takes one expert and all share what follows, they share a buffer
-        shares = plan.is_exclusive and self.config.shared_projections
+        shares = plan.is_exclusive and self.shared_projections
         if not shares:
             buffers = [torch.zeros_like(query) for _ in self.experts]
         elif self._leaves_gaps(mask):
@@ -159,22 +179,25 @@ class ExpertExecution:
                 seen.value,
                 plan,
                 windows,
-                causal=self.config.causal,
+                causal=self.causal,
                 mask=past_mask,
                 rows=buffers[0] if shares else None,
                 **call.scores,
                 impl=self.config.impl,
             )
+            if shares and not self.has_finish:
+                buffers[0] = rows
+                continue
             for slot, index in enumerate(windows):
                 own = rows if plan.is_exclusive else rows[slot]
-                expert: SoftmaxExpert = self.experts[index]  # type: ignore[assignment]
-                if expert.has_finish:
+                if index in self._finished:
+                    expert: SoftmaxExpert = self.experts[index]  # type: ignore[assignment]
                     own = keep_listed(plan.list_of(index), expert.finish(own, x), own)
                     rows = own if shares else rows
                 buffers[0 if shares else index] = own
 
-        for index, (name, other) in enumerate(zip(self.names, self.experts, strict=True)):
-            buffer = 0 if shares else index
+        for index, other in self._others:
+            name, buffer = self.names[index], 0 if shares else index
             if isinstance(other, RecurrentExpert):
                 state = None if memory is None else memory.states.get(name)
                 buffers[buffer], state = other.attend(
@@ -187,7 +210,7 @@ class ExpertExecution:
                 )
                 if memory is not None:
                     memory.keep_state(name, state)
-            elif isinstance(other, Expert) and not isinstance(other, SoftmaxExpert):
+            elif isinstance(other, Expert):
                 buffers[buffer] = other.attend(
                     with_past[self.kinds[index]],
                     x,
@@ -199,25 +222,28 @@ class ExpertExecution:
             memory.advance(x.shape[1])
         return [buffer.flatten(2) for buffer in buffers]
 
-    def can_run_newest(self, heads: HeadsByKind, memory: LayerMemory) -> bool:
-        """Whether :meth:`on_newest` knows these experts and heads.
+    def can_run_newest(self, *tensors: Tensor) -> bool:
+        """Whether :meth:`on_newest` knows the experts, and these queries, keys and values.
 
         It does not know experts with projections or algorithms of their own, nor softmax experts
         that differ in more than their window, and has no gradient.
         """
-        if len(self._softmax_calls()) > 1:
+        if not self.knows_newest:
             return False
-        kinds = self._kinds_kept()
-        others = [type(e) for e in self.experts if not isinstance(e, SoftmaxExpert)]
-        has_own_projections = len({kind.projections for kind in heads}) > 1
-        is_known = all(kind in LINEAR_STATES for kind in others)
-        if has_own_projections or len(kinds) > 1 or not is_known:
-            return False
-        seen = [heads[kind] for kind in kinds] or list(heads.values())[:1]
-        tensors = [x for h in seen for x in (h.query, h.key, h.value)]
-        tensors += [x for x in (memory.keys, memory.values) if x is not None]
+        first = tensors[0]
         # under autocast they may differ
-        return not tensors[0].requires_grad and len({x.dtype for x in tensors}) == 1
+        return not first.requires_grad and all(x.dtype == first.dtype for x in tensors)
+
+    @property
+    def knows_newest(self) -> bool:
+        """Whether :meth:`on_newest` knows the experts."""
+        return self._steps_are_known and len(self._softmax_calls()) <= 1
+
+    def newest_tensors(self, heads: HeadsByKind, memory: LayerMemory) -> list[Tensor]:
+        """What :meth:`can_run_newest` asks for, of a layer that writes to its cache itself."""
+        seen = [heads[kind] for kind in self._kinds_kept] or list(heads.values())[:1]
+        tensors = [x for h in seen for x in (h.query, h.key, h.value)]
+        return tensors + [x for x in (memory.keys, memory.values) if x is not None]
 
     def on_newest(
         self,
@@ -229,63 +255,89 @@ class ExpertExecution:
     ) -> Tensor:
         """Rows [B, 1, H * P] of the newest tokens, their experts summed by weight.
 
-        The weights are [B, 1, E] or [B, 1, G, E]. One launch, and another for each expert that has
-        a say in what becomes of its rows, and for each state beyond the first.
+        The weights are [B, 1, E] or [B, 1, G, E].
         """
-        weights = weights.squeeze(1) if weights.dim() == 4 else weights  # [B, G, E]
-        finished: dict[int, SoftmaxExpert] = {}
-        steps: list[LinearStep] = []
-        for index, expert in enumerate(self.experts):
-            if isinstance(expert, LinearStateExpert):
-                steps.append(self._linear_step(index, expert, heads, x, memory))
-            elif isinstance(expert, SoftmaxExpert) and expert.has_finish:
-                finished[index] = expert
-        calls = self._softmax_calls()  # one, if any
-        windows: dict[int, int | None] = next(iter(calls.values()), {})
-        scores: dict[str, Any] = next((call.scores for call in calls), {})
-
-        kinds = self._kinds_kept()
+        kinds = self._kinds_kept
         newest = heads[kinds[0] if kinds else self.kinds[0]]
+        steps = [self._linear_step(i, expert, heads, x, memory) for i, expert in self._linear]
         key, value = newest.key.transpose(1, 2), newest.value.transpose(1, 2)  # [B, K, 1, P]
         if kinds:
             key, value, length, start = memory.update_newest(key, value, step)
         else:
             # nobody reads keys: the newest stand for all
             length, start = torch.ones_like(step.length), None
+        at = DecodeStep(step.position, length, start, step.is_token)
+        rows = self.attend_newest(newest.query.squeeze(1), key, value, x, weights, at, steps)
+        memory.advance(1)
+        return rows.flatten(1).unsqueeze(1)
+
+    def attend_newest(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        x: Tensor,
+        weights: Tensor,
+        step: DecodeStep,
+        steps: Sequence[LinearStep] = (),
+    ) -> Tensor:
+        """Rows [B, H, P] of the newest tokens, their experts summed by weight.
+
+        One launch, and another for each expert that has a say in what becomes of its rows, and for
+        each state beyond the first.
+
+        Args:
+            query: ``[B, H, P]``.
+            key: The cache ``[B, K, S, P]``, the newest tokens' keys in it.
+            value: Likewise.
+            x: Layer input ``[B, 1, D]``.
+            weights: ``[B, 1, E]`` or ``[B, 1, G, E]``.
+            step: Which part of the cache is filled.
+            steps: Of the linear experts.
+        """
+        weights = weights.squeeze(1) if weights.dim() == 4 else weights  # [B, G, E]
+        calls = self._softmax_calls()  # one, if any
+        windows: dict[int, int | None] = {}
+        scores: dict[str, Any] = {}
+        if calls:
+            (call, windows), *_ = calls.items()
+            scores = call.scores
 
         def attend(
             weights: Tensor, windows: dict[int, int | None], linear: LinearStep | None
         ) -> Tensor:
             return routed_decode(
-                newest.query.squeeze(1),
+                query,
                 key,
                 value,
                 weights,
                 windows,
-                length=length,
-                start=start,
+                length=step.length,
+                start=step.start,
                 is_token=step.is_token,
                 linear=linear,
                 **scores,
                 impl=self.config.impl,
             )
 
-        plain = {index: window for index, window in windows.items() if index not in finished}
-        dtype = torch.promote_types(newest.query.dtype, torch.float32)
+        if not self._finished and len(steps) <= 1:
+            return attend(weights, windows, steps[0] if steps else None)
+        plain = {index: window for index, window in windows.items() if index not in self._finished}
+        dtype = torch.promote_types(query.dtype, torch.float32)
         rows = []
         if plain or steps:
             rows.append(attend(weights, plain, steps[0] if steps else None).to(dtype))
         rows += [attend(weights, {}, state).to(dtype) for state in steps[1:]]
-        for index, softmax in finished.items():
+        for index in self._finished:
             # weighted after it is finished
             own = attend((weights > 0).to(weights.dtype), {index: windows[index]}, None)
-            own = softmax.finish(own.unsqueeze(1), x).squeeze(1)
+            expert: SoftmaxExpert = self.experts[index]  # type: ignore[assignment]
+            own = expert.finish(own.unsqueeze(1), x).squeeze(1)
             own = own.unflatten(1, (weights.shape[1], -1))  # [B, G, heads of a group, P]
             weight = weights[..., index, None, None]
             rows.append(torch.where(weight > 0, weight * own, 0.0).to(dtype).flatten(1, 2))
-        memory.advance(1)
         merged = rows[0] if len(rows) == 1 else torch.stack(rows).sum(dim=0)
-        return merged.to(newest.query.dtype).flatten(1).unsqueeze(1)
+        return merged.to(query.dtype)
 
     def _linear_step(
         self,
@@ -317,21 +369,23 @@ class ExpertExecution:
 
     def _softmax_calls(self) -> dict[SoftmaxCall, dict[int, int | None]]:
         """Windows of the softmax experts, by what they have in common: these run in one kernel."""
-        experts = {i: e for i, e in enumerate(self.experts) if isinstance(e, SoftmaxExpert)}
+        # what may be set on an expert, at any time
+        found = [(e.window, e.num_sinks, e.scale, e.softcap) for _, e in self._softmax]
+        if self._calls[0] == found:
+            return self._calls[1]
         # an expert without a window sees all sinks, and runs along with those that have one
-        sinks = max((e.num_sinks for e in experts.values() if e.window is not None), default=0)
+        most = max((sinks for window, sinks, _, _ in found if window is not None), default=0)
         calls: dict[SoftmaxCall, dict[int, int | None]] = {}
-        for index, expert in experts.items():
-            num_sinks = sinks if expert.window is None else expert.num_sinks
-            call = SoftmaxCall(self.kinds[index], num_sinks, expert.scale, expert.softcap)
-            calls.setdefault(call, {})[index] = expert.window
+        for (index, _), (window, sinks, scale, softcap) in zip(self._softmax, found, strict=True):
+            num_sinks = most if window is None else sinks
+            call = SoftmaxCall(self.kinds[index], num_sinks, scale, softcap)
+            calls.setdefault(call, {})[index] = window
+        self._calls = (found, calls)
         return calls
 
     def _leaves_gaps(self, mask: Tensor | None) -> bool:
         """Whether rows may be read that nobody has written: those of padding, say."""
-        return mask is not None or any(
-            isinstance(e, SoftmaxExpert) and e.has_finish for e in self.experts
-        )
+        return mask is not None or self.has_finish
 
     def _with_past(
         self,
@@ -351,7 +405,7 @@ class ExpertExecution:
 
     def _remember(self, heads: HeadsByKind, memory: LayerMemory) -> HeadsByKind:
         """Add keys and values to the cache; heads that see all of it, for experts that look."""
-        kinds = self._kinds_kept()
+        kinds = self._kinds_kept
         if not kinds:
             return {}
         # the cache keeps [B, heads, S, P]: the heads of all kinds side by side
@@ -360,6 +414,9 @@ class ExpertExecution:
             new_keys = torch.cat([heads[kind].key for kind in kinds], dim=2)
             new_values = torch.cat([heads[kind].value for kind in kinds], dim=2)
         keys, values = memory.update(new_keys.transpose(1, 2), new_values.transpose(1, 2))
+        if len(kinds) == 1:
+            seen = Heads(heads[kinds[0]].query, keys.transpose(1, 2), values.transpose(1, 2))
+            return {kinds[0]: seen}
         per_kind = zip(
             kinds,
             keys.transpose(1, 2).chunk(len(kinds), dim=2),
@@ -368,11 +425,6 @@ class ExpertExecution:
         )
         return {kind: Heads(heads[kind].query, key, value) for kind, key, value in per_kind}
 
-    def _kinds_kept(self) -> list[HeadsKind]:
-        """The heads whose keys and values some expert reads from the cache."""
-        kinds = (
-            self.kinds[index]
-            for index, expert in enumerate(self.experts)
-            if not isinstance(expert, RecurrentExpert)
-        )
-        return list(dict.fromkeys(kinds))
+
+def _is_recurrent(expert: nn.Module) -> bool:
+    return isinstance(expert, RecurrentExpert)

@@ -21,6 +21,8 @@ def launch(
     tensors: tuple[Any, ...],
     numbers: tuple[int | float, ...],
     constants: Mapping[str, Any],
+    alike: tuple[object, ...] | None = None,
+    /,
     **options: int,
 ) -> None:
     """``kernel[grid](*tensors, *numbers, **constants, **options)``, quicker the second time.
@@ -35,34 +37,40 @@ def launch(
             the rest. The launch is on their device, which need not be the current one.
         numbers: Sizes and strides.
         constants: What the code is compiled for, in the order of the kernel's parameters.
+        alike: What the code depends on of the numbers, where they differ from launch to launch:
+            see :func:`kind_of`. Default: all of them.
         options: ``num_warps`` and the like.
     """
     # addresses in place of tensors: the driver is asked about every tensor, and takes its time
     addresses: list[Any] = []
     like: list[object] = []
     for x in tensors:
-        if isinstance(x, Tensor):
+        # first, as a look at its type takes longer
+        if x is None:
+            addresses.append(x)
+            like.append(x)
+        elif isinstance(x, Tensor):
             address = x.data_ptr()
             addresses.append(address)
-            like.append(x.dtype)
-            like.append(address % 16)
+            like += (x.dtype, address % 16)
             one = x
         else:
             addresses.append(x)
-            like.append(x is None)
+            like.append(False)
     device = one.get_device()
     if device >= 0 and device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, grid, tensors, numbers, constants, **options)
+            launch(kernel, grid, tensors, numbers, constants, alike, **options)
         return
-    rest = (*numbers, *constants.values())
-    key = (kernel.fn, device, *like, *rest, *options.values())
+    constant = tuple(constants.values())
+    known = numbers if alike is None else alike
+    key = (kernel.fn, device, *like, *known, *constant, *options.values())
     compiled = _compiled.get(key)
     if compiled is not None and not _is_watched():
         stream = driver.active.get_current_stream(device)
         code = (stream, compiled.function, compiled.packed_metadata)
         # without what only hooks read
-        compiled.run(*grid, *code, None, None, None, *addresses, *rest)
+        compiled.run(*grid, *code, None, None, None, *addresses, *numbers, *constant)
         return
     # the code gets its arguments in this order, whatever their names
     assert not constants or tuple(constants) == tuple(kernel.arg_names[-len(constants) :])
@@ -83,6 +91,12 @@ def _is_watched() -> bool:
 def _has_calls(hook: Any) -> bool:
     # a chain of hooks, or what somebody has put in its place
     return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def kind_of(number: int) -> int:
+    """What Triton compiles for: one, a multiple of 16, and whether it takes 64 bits."""
+    is_long = not -(2**31) <= number < 2**31
+    return 1 if number == 1 else 2 * (number % 16 == 0) + 4 * is_long
 
 
 def ceil_div(a: int, b: int) -> int:

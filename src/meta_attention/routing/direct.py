@@ -21,7 +21,6 @@ def can_route_directly(controller: nn.Module, x: Tensor) -> TypeGuard[MLPControl
     """
     return (
         not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
         and isinstance(controller, MLPController)
         and type(controller) in KNOWN
         and not controller.training

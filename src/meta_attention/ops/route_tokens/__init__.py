@@ -10,6 +10,7 @@ only, and has no gradient.
 
 import math
 
+import torch
 from torch import Tensor
 
 from meta_attention.config import Impl
@@ -66,10 +67,15 @@ def route_tokens(
             f"prior_concentration must be [E] = [{num_experts}] to match the network's outputs, "
             f"got {list(prior_concentration.shape)}"
         )
-    chosen = choose_impl("route_tokens", impl, x, compiles=True)
+    chosen = choose_impl("route_tokens", impl, x)
     if chosen == "triton" and _fits(network, num_groups):
         from meta_attention.ops.route_tokens.kernel import route_tokens_triton
 
+        if torch.compiler.is_compiling():
+            # one node of the graph: a token's route is the same, compiled or not
+            return _compiled(
+                x, position_ids, *network, prior_concentration, list(groups), max_positions
+            )
         return route_tokens_triton(
             x, position_ids, network, prior_concentration, groups, max_positions
         )
@@ -88,9 +94,46 @@ def can_run_kernel(
     x: Tensor, network: Network, *, groups: tuple[int, ...] = (), impl: Impl = "auto"
 ) -> bool:
     """Whether routes are made in one launch, and not step by step as the reference does."""
-    is_triton = choose_impl("route_tokens", impl, x, compiles=True) == "triton"
+    is_triton = choose_impl("route_tokens", impl, x) == "triton"
     return is_triton and _fits(network, math.prod(groups))
 
 
 def _fits(network: Network, num_groups: int) -> bool:
     return fits_kernel(network) and network.weight2.shape[0] <= MAX_KERNEL_EXPERTS * num_groups
+
+
+@torch.library.custom_op("meta_attention::route_tokens", mutates_args=())
+def _compiled(
+    x: Tensor,
+    position_ids: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    prior_concentration: Tensor | None,
+    groups: list[int],
+    max_positions: int,
+) -> Tensor:
+    """The kernel, as ``torch.compile`` sees it."""
+    from meta_attention.ops.route_tokens.kernel import route_tokens_triton
+
+    network = (weight1, bias1, weight2, bias2)
+    return route_tokens_triton(
+        x, position_ids, network, prior_concentration, tuple(groups), max_positions
+    )
+
+
+@_compiled.register_fake
+def _(
+    x: Tensor,
+    position_ids: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    prior_concentration: Tensor | None,
+    groups: list[int],
+    max_positions: int,
+) -> Tensor:
+    num_experts = weight2.shape[0] // math.prod(groups)
+    return x.new_empty(*x.shape[:2], *groups, num_experts, dtype=torch.float32)

@@ -24,7 +24,6 @@ from meta_attention.ops.routed_decode.reference import LinearStep, routed_decode
 __all__ = ["LinearStep", "routed_decode"]
 
 
-@torch.no_grad()
 def routed_decode(
     query: Tensor,
     key: Tensor,
@@ -94,6 +93,14 @@ def routed_decode(
         if name != "weights" and tensor.is_floating_point():
             raise ShapeError(f"{name} must be of whole numbers, got {tensor.dtype}")
 
+    if linear is None and torch.compiler.is_compiling():
+        # one node of the graph, whatever runs: the graph stays whole
+        reach = [-1 if window is None else window for window in windows.values()]
+        experts = (list(windows), reach)
+        where = (length, start, is_token)
+        return _compiled(
+            query, key, value, weights, *experts, *where, num_sinks, scale, softcap, impl
+        )
     state = (length, start, is_token, linear)
     arguments = (query, key, value, weights, windows, *state, num_sinks, scale, softcap)
     if choose_impl("routed_decode", impl, query) == "triton":
@@ -101,6 +108,41 @@ def routed_decode(
 
         return routed_decode_triton(*arguments)
     return routed_decode_reference(*arguments)
+
+
+@torch.library.custom_op("meta_attention::routed_decode", mutates_args=())
+def _compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weights: Tensor,
+    experts: list[int],
+    reach: list[int],
+    length: Tensor,
+    start: Tensor | None,
+    is_token: Tensor | None,
+    num_sinks: int,
+    scale: float | None,
+    softcap: float | None,
+    impl: str,
+) -> Tensor:
+    """The step without a state, as ``torch.compile`` sees it; a reach of -1: all."""
+    windows = {
+        index: None if window < 0 else window for index, window in zip(experts, reach, strict=True)
+    }
+    state = (length, start, is_token, None)
+    arguments = (query, key, value, weights, windows, *state, num_sinks, scale, softcap)
+    if choose_impl("routed_decode", impl, query) == "triton":  # type: ignore[arg-type]
+        from meta_attention.ops.routed_decode.kernel import routed_decode_triton
+
+        # memory of a graph that is about to be captured must not be kept
+        return routed_decode_triton(*arguments, keep_counters=False)
+    return routed_decode_reference(*arguments)
+
+
+@_compiled.register_fake
+def _(query: Tensor, *args: object) -> Tensor:
+    return query.new_empty(query.shape)
 
 
 def _check_cache(query: Tensor, key: Tensor, value: Tensor) -> None:

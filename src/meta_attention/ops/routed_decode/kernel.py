@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meta_attention.ops.heads import last_contiguous
-from meta_attention.ops.launch import ceil_div, next_power_of_2
+from meta_attention.ops.launch import ceil_div, kind_of, launch, next_power_of_2
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
 from meta_attention.ops.routed_attention.forward import LOG2_E, squash
 from meta_attention.ops.routed_decode.reference import LinearStep
@@ -527,6 +527,7 @@ def routed_decode_triton(
     num_sinks: int = 0,
     scale: float | None = None,
     softcap: float | None = None,
+    keep_counters: bool = True,
 ) -> Tensor:
     B, H, P = query.shape
     K, S = key.shape[1:3]
@@ -550,17 +551,15 @@ def routed_decode_triton(
     num_slots = num_softmax_slots + linear_tiles
 
     out = torch.empty(B, H, P, dtype=query.dtype, device=device)
-    parts, stats, sums = (
-        torch.empty(B * K, *shape, dtype=torch.float32, device=device)
-        for shape in (
-            (num_softmax_slots, group, P),
-            (num_softmax_slots, 2, group),
-            (group, P + 1 if linear else 0),
-        )
+    parts, stats = (
+        torch.empty(B * K, num_softmax_slots, *shape, dtype=torch.float32, device=device)
+        for shape in ((group, P), (2, group))
     )
+    sums = stats  # which nobody touches
     step: list[Tensor | None] = [None] * 6
     step_strides = [0] * 9
     if linear is not None:
+        sums = torch.empty(B * K, group, P + 1, dtype=torch.float32, device=device)
         new = [last_contiguous(x) for x in (linear.query, linear.key, linear.value)]
         rates = [None if x is None else x.float().contiguous() for x in (linear.decay, linear.skip)]
         step = [*new, linear.state, *rates]
@@ -572,9 +571,21 @@ def routed_decode_triton(
     # scores are exponents of 2; a soft-cap stands between
     scale = scale * 1.4426950408889634 if softcap is None else scale / softcap
 
+    # those of a cache that grows with every token must not bring a new kernel with it
+    growing = (*key.stride()[:-1], *value.stride()[:-1])
+    steady = (
+        *query.stride()[:-1],
+        weights.stride(0),
+        0 if weights.shape[1] == 1 else weights.stride(1),
+        weights.stride(2),
+        length.stride(0) if length.numel() > 1 else 0,
+        *step_strides,
+    )
     merge_g = next_power_of_2(group)
-    with torch.cuda.device_of(query):
-        routed_decode_kernel[(B * K * num_slots,)](
+    launch(
+        routed_decode_kernel,
+        (B * K * num_slots, 1, 1),
+        (
             query,
             key,
             value,
@@ -587,59 +598,60 @@ def routed_decode_triton(
             parts,
             stats,
             sums,
-            _zeroed_counters(B * K, device),
+            _zeroed_counters(B * K, device, keep_counters),
+        ),
+        (
             scale,
             S,
             num_splits,
             num_slots,
             num_softmax_slots,
             K,
-            *query.stride()[:-1],
-            *key.stride()[:-1],
-            *value.stride()[:-1],
-            weights.stride(0),
-            0 if weights.shape[1] == 1 else weights.stride(1),
-            weights.stride(2),
-            length.stride(0) if length.numel() > 1 else 0,
-            *step_strides,
-            EXPERTS=tuple(windows),
-            WINDOWS=tuple(reach),
-            LINEAR=-1 if linear is None else linear.index,
-            LINEAR_TILES=linear_tiles,
-            HAS_DECAY=step[4] is not None,
-            HAS_SKIP=step[5] is not None,
-            NORMALISE=linear is None or linear.normalise,
-            HAS_START=start is not None,
-            HAS_MASK=is_token is not None,
-            GROUP=group,
-            P=P,
-            SPLIT_KEYS=split_keys,
-            MIN_NORMALISER=MIN_NORMALISER,
-            BLOCK_G=max(merge_g, 16),
-            BLOCK_P=block_p,
-            BLOCK_N=block_n,
-            BLOCK_C=STATE_COLUMNS,
-            MERGE_G=merge_g,
-            MERGE_S=max(MERGE_SIZE // (merge_g * block_p), 1),
-            NUM_SINKS=min(num_sinks, NO_WINDOW),
-            SOFTCAP=softcap or 0.0,
-            num_warps=4,
-            num_stages=3,
-        )
+            *steady[:2],
+            *growing,
+            *steady[2:],
+        ),
+        {
+            "EXPERTS": tuple(windows),
+            "WINDOWS": tuple(reach),
+            "LINEAR": -1 if linear is None else linear.index,
+            "LINEAR_TILES": linear_tiles,
+            "HAS_DECAY": step[4] is not None,
+            "HAS_SKIP": step[5] is not None,
+            "NORMALISE": linear is None or linear.normalise,
+            "HAS_START": start is not None,
+            "HAS_MASK": is_token is not None,
+            "GROUP": group,
+            "P": P,
+            "SPLIT_KEYS": split_keys,
+            "MIN_NORMALISER": MIN_NORMALISER,
+            "BLOCK_G": max(merge_g, 16),
+            "BLOCK_P": block_p,
+            "BLOCK_N": block_n,
+            "BLOCK_C": STATE_COLUMNS,
+            "MERGE_G": merge_g,
+            "MERGE_S": max(MERGE_SIZE // (merge_g * block_p), 1),
+            "NUM_SINKS": min(num_sinks, NO_WINDOW),
+            "SOFTCAP": softcap or 0.0,
+        },
+        (K, *steady, *map(kind_of, growing)),
+        num_warps=4,
+        num_stages=3,
+    )
     return out
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
-def _zeroed_counters(count: int, device: torch.device) -> Tensor:
+def _zeroed_counters(count: int, device: torch.device, may_keep: bool) -> Tensor:
     """Counters that are zero, and that the kernel leaves so.
 
     Kept per stream, where one launch ends before the next begins, so that a step is one launch. A
     captured graph may be replayed on any stream, beside any other work: it gets counters of its
     own, zeroed at each replay.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if not may_keep or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     counters = _counters.get((device, stream))

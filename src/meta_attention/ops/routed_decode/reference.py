@@ -31,6 +31,7 @@ class LinearStep:
     normalise: bool = True
 
 
+@torch.no_grad()
 def routed_decode_reference(
     query: Tensor,
     key: Tensor,
