@@ -131,13 +131,13 @@ SCALES = {
     ),
 }
 
-BY_HEAD = {"route_granularity": "kv_head"}
+BY_HEAD, BY_TOKEN = {"route_granularity": "kv_head"}, {"route_granularity": "token"}
 WIDE = BY_HEAD | {"is_wide": True}
 # in place of a cost: the wide window everywhere
 WINDOW = "window"
 # what a training changes of the defaults of meta-attention adapt
 TRAININGS: dict[str, dict[str, Any]] = {
-    "token-0.25": {"target_cost": 0.25},
+    "token-0.25": BY_TOKEN | {"target_cost": 0.25},
     "kv-head-0.25": BY_HEAD | {"target_cost": 0.25},
     # three experts: full attention, a wide window and the window
     **{f"kv-head-wide-{cost:g}": WIDE | {"target_cost": cost} for cost in (0.15, 0.25)},
@@ -149,10 +149,10 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "blind-kv-head-wide-0.25": WIDE | {"target_cost": 0.25, "is_blind": True},
     "kv-head-wide-lora-0.25": WIDE | {"target_cost": 0.25, "lora_rank": 8},
     # the static choice whose cost is nearest to a quarter, and the wide window, with our LoRA
-    "static-lora-0.25": {"lora_rank": 8, "static_cost": 0.25},
-    "window-wide-lora": {"lora_rank": 8, "is_wide": True, "static_cost": WINDOW},
+    "static-lora-0.25": BY_TOKEN | {"lora_rank": 8, "static_cost": 0.25},
+    "window-wide-lora": BY_TOKEN | {"lora_rank": 8, "is_wide": True, "static_cost": WINDOW},
     # weights of both experts, mixed; evaluated with a threshold on them
-    "soft": {"target_cost": None, "routing": "soft"},
+    "soft": BY_TOKEN | {"target_cost": None, "routing": "soft"},
 }
 
 

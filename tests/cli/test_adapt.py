@@ -97,7 +97,9 @@ def test_generate_and_inspect_take_an_adapter(run, adapter, base):
     assert result.exit_code == 0, result.exception
     inspection = json.loads(result.stdout)
     assert "".join(inspection["tokens"]) == "5 squared is 25."
-    assert [layer["experts"] for layer in inspection["layers"]] == [["full", "local"]] * 2
+    # the wide window of four times the window is half of a block, and not more
+    experts = ["full", "local:16", "local"]
+    assert [layer["experts"] for layer in inspection["layers"]] == [experts] * 2
     result = run("inspect", *model, "--text", "5 squared is 25.")
     assert "layer 0" in result.stdout
 

@@ -13,7 +13,7 @@ from meta_attention.errors import ConfigError
 
 EXAMPLES = """\b
 examples:
-  meta-attention adapt smollm2-135m-instruct --data books/ --target-cost 0.2 --out adapters/books
+  meta-attention adapt smollm2-135m-instruct --data books/ --target-cost 0.25 --out adapters/books
   meta-attention adapt Qwen/Qwen2.5-0.5B --data books/ --data wiki.jsonl.xz --out adapters/qwen
   meta-attention adapt ./my-model --data text.txt --length 2048 --window-size 128
   meta-attention adapt ./my-model --data text.txt --granularity kv_head --out adapters/by-head
@@ -90,7 +90,7 @@ def adapt(
     resume: Annotated[bool, _flag("go on with the run in the folder, with its settings")] = False,
     target_cost: Annotated[
         float | None,
-        _flag("share of full attention's cost to steer to; default 0.2; 0: none"),
+        _flag("share of full attention's cost to steer to; default 0.25; 0: none"),
     ] = None,
     length: Annotated[
         int | None, _flag("tokens in a block; default: 8192, or what the model can take", min=2)
@@ -133,8 +133,8 @@ def adapt(
     experts: Annotated[
         str | None,
         _flag(
-            'experts of a layer; default "full,local"; in "full,local:1024,local" one has a window '
-            "of its own"
+            'experts of a layer; default "full,local:1024,local", or with four times another '
+            '--window-size; "full,local" where --length is less than twice that'
         ),
     ] = None,
     window_size: Annotated[
@@ -147,7 +147,8 @@ def adapt(
         str | None, _flag("layers to adapt, such as 0,5,10; default: all of full attention")
     ] = None,
     granularity: Annotated[
-        RouteGranularity | None, _flag("what has a route of its own: token (default), or kv_head")
+        RouteGranularity | None,
+        _flag("what has a route of its own: kv_head of a token (default), or token"),
     ] = None,
     route_gradient: Annotated[
         RouteGradient | None,

@@ -45,6 +45,7 @@ def settings(text):
             "window_size": 6,
             "num_sinks": 2,
             "target_cost": 0.6,
+            "route_granularity": "token",
             # what must be found again takes longer blocks
             "recall_share": 0.0,
             "steps": 4,

@@ -112,9 +112,9 @@ def test_a_short_run_does_not_overshoot_its_target(
         route_granularity=granularity,
         length=64,
         window_size=4,
-        steps=200,
+        steps=300,
         log_every=20,
-        eval_every=200,
+        eval_every=300,
     )
     train_router(base(seed=seed), tokenizer, given, tmp_path / "a")
     *_, last = (row for row in read_metrics(tmp_path / "a") if row["kind"] == "eval")

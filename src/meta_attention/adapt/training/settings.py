@@ -14,6 +14,8 @@ LossName = Literal["distill", "lm", "both"]
 
 # longest block by default: longer ones cost memory, and most texts are shorter
 DEFAULT_LENGTH = 8192
+# of the wide window of the default experts, in windows
+WIDE = 4
 # the base has the capability, so pressing may start early
 COST_WEIGHT = Schedule(0.0, 0.02, 0.1, 0.4)
 # small next to it: a KL that is strong enough to make routes cheap keeps them uncertain as well
@@ -37,11 +39,12 @@ class RouterSettings(RunSettings):
     :mod:`meta_attention.adapt.training.recall`."""
 
     # routing, as AdaptConfig has it
-    experts: tuple[str, ...] = ("full", "local")
+    experts: tuple[str, ...] = ("full", f"local:{WIDE * 256}", "local")
+    """What heads choose among; by default full attention, the window, and a wide one between."""
     window_size: int = 256
     num_sinks: int = 4
     layers: tuple[int, ...] | None = None
-    route_granularity: RouteGranularity = "token"
+    route_granularity: RouteGranularity = "kv_head"
     route_gradient: RouteGradient = "all"
     controller: ControllerName = "bayesian"
     controller_hidden_size: int = 64
@@ -52,7 +55,7 @@ class RouterSettings(RunSettings):
     loss: LossName = "distill"
     """``"distill"``: divergence from the base's predictions. ``"lm"``: loss on the text.
     ``"both"``: their mean."""
-    target_cost: float | None = 0.2
+    target_cost: float | None = 0.25
     hold: float = 1.0
     """Weight of the square of the share by which a batch costs less than the target. What makes
     routes cheap can only press less, never pull back."""
@@ -103,6 +106,7 @@ class RouterSettings(RunSettings):
         """Settings that were given, and defaults that fit them.
 
         A shorter run has a warm-up of at most a tenth of it, and is evaluated and saved at its end;
+        the wide window goes with the other one, and is left out where blocks are too short for it;
         a prior-free controller has no KL; routes that learn from the chosen expert alone are drawn
         to the end.
         """
@@ -112,6 +116,10 @@ class RouterSettings(RunSettings):
             given.setdefault("warmup", min(10, steps // 10))
             given.setdefault("eval_every", min(100, steps))
             given.setdefault("save_every", min(100, steps))
+        if "experts" not in given:
+            wide = WIDE * given.get("window_size", 256)
+            is_short = 2 * wide > (given.get("length") or DEFAULT_LENGTH)
+            given["experts"] = ("full", "local") if is_short else ("full", f"local:{wide}", "local")
         if given.get("route_gradient") == "chosen":
             given.setdefault("argmax_from", 1.0)
         if given.get("controller") == "prior_free":

@@ -1,0 +1,30 @@
+"""Settings of a router's training: defaults that fit what was given."""
+
+import pytest
+
+from meta_attention.adapt.training import RouterSettings
+from meta_attention.training.settings import NO_WEIGHT
+
+
+@pytest.mark.parametrize(
+    ("given", "experts"),
+    [
+        ({}, ("full", "local:1024", "local")),
+        ({"window_size": 128}, ("full", "local:512", "local")),
+        ({"length": 2048}, ("full", "local:1024", "local")),
+        # of blocks this short the wide window would be most
+        ({"length": 2047}, ("full", "local")),
+        ({"length": 512, "experts": ("full", "linear")}, ("full", "linear")),
+    ],
+)
+def test_the_wide_window_goes_with_the_other_one_and_with_the_length(given, experts):
+    assert RouterSettings.of(given).experts == experts
+
+
+def test_what_makes_routes_cheap_is_their_cost_and_without_a_prior_there_is_no_kl():
+    bayesian = RouterSettings.of({})
+    assert bayesian == RouterSettings()
+    assert 0.0 < bayesian.kl_weight.end < bayesian.cost_weight.end
+    prior_free = RouterSettings.of({"controller": "prior_free"})
+    assert prior_free.kl_weight == NO_WEIGHT
+    assert prior_free.cost_weight == bayesian.cost_weight
