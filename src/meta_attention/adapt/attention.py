@@ -99,7 +99,10 @@ def _mask_below(
     T, S = query.shape[2], key.shape[2]
     if below == "sdpa" and (T == 1 or (padding is None and S == T)):
         # a token sees all there is before it; of a whole text sdpa needs no mask
-        return None if padding is None else padding[:, None, None, :]
+        if padding is None:
+            return None
+        # of a first token, a static cache has more room than the mask is of
+        return F.pad(padding, (0, S - padding.shape[1]))[:, None, None, :]
     # what a static cache has room for goes on after the tokens that the mask is of
     filled = S if padding is None else padding.shape[1]
     if padding is not None and T > 1 and is_same_in_all_rows(padding):
