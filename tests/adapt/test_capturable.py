@@ -176,6 +176,23 @@ def test_nothing_of_a_call_is_kept_after_it():
     assert shared._layout is None
 
 
+@torch.no_grad()
+def test_a_call_that_failed_leaves_nothing_to_the_next():
+    """What was not captured to its end, say, was never computed."""
+    model, ids = make_model(impl="reference"), draw_tokens(2, 8)
+    expected = model(ids).logits
+    shared = routers_of(model)[0].adaptation
+
+    def fail(*args):
+        shared._layout[-1].position_ids.fill_(60)
+        raise Asked
+
+    with model.model.layers[0].mlp.register_forward_hook(fail), pytest.raises(Asked):
+        model(ids)
+    assert shared._layout is not None
+    assert torch.equal(model(ids).logits, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_padded", [False, True])
 @torch.no_grad()

@@ -164,7 +164,9 @@ class Adaptation:
     layers: tuple[int, ...]  # those that are adapted
     routing: Routing = ""  # in force instead of the config's
     record: Record | None = None
-    _layout: tuple[object, ...] | None = field(default=None, repr=False)
+    _layout: tuple[Tensor | None, tuple[object, ...], Layout] | None = field(
+        default=None, repr=False
+    )
     _filled: tuple[Tensor, int] | None = field(default=None, repr=False)
 
     def routing_of(self, layer_idx: int) -> Way:
@@ -189,25 +191,30 @@ class Adaptation:
         """
         # compiled, it is all one call
         mode = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-        key = (mask, B, T, S, device, mode, length is None)
-        if (
-            self._layout is None
-            or self._layout[0] is not mask
-            or self._layout[1 : len(key)] != key[1:]
-        ):
-            if length is not None and mask is not None:
-                found = Layout.of_step(mask, length, ends_in_padding)
-            else:
-                found = Layout.of(mask, B, T, S, device)
-            self._layout = (*key, found)
-        layout: Layout = self._layout[-1]  # type: ignore[assignment]
-        return layout
+        key = (B, T, S, device, mode, length is None)
+        known = self._layout  # once: another thread may take it away
+        if known is not None and known[0] is mask and known[1] == key:
+            return known[2]
+        if length is not None and mask is not None:
+            found = Layout.of_step(mask, length, ends_in_padding)
+        else:
+            found = Layout.of(mask, B, T, S, device)
+        self._layout = (mask, key, found)
+        return found
 
     def count_filled(self, mask: Tensor, length: Tensor) -> int:
         """How far a static cache is filled, read once for all layers of a call."""
-        if self._filled is None or self._filled[0] is not mask:
-            self._filled = (mask, read_length(length))
-        return self._filled[1]
+        known = self._filled
+        if known is not None and known[0] is mask:
+            return known[1]
+        filled = read_length(length)
+        self._filled = (mask, filled)
+        return filled
+
+    def begin(self, layer_idx: int) -> None:
+        """Forget, before the first layer, what a call has left that did not get to its end."""
+        if layer_idx == self.layers[0]:
+            self._layout = self._filled = None
 
     def finish(self, layer_idx: int) -> None:
         """Forget what was read for all layers, after the last of them."""
