@@ -76,8 +76,9 @@ class Layout:
             step = DecodeStep(position, length, None, None)
             return Layout(None, None, position.expand(B, 1), step)
         is_token = mask.index_select(1, position)  # [B, 1]
-        # the first of the largest; a row without tokens is padding now, too
-        start = mask.view(torch.uint8).argmax(dim=1)
+        # the first of the largest; a row without tokens is padding now, too. Not seen as bytes: the
+        # compiler of older PyTorch cannot do that to booleans
+        start = mask.to(torch.uint8).argmax(dim=1)
         if may_wait(mask):
             at = torch.arange(S, device=mask.device)
             hole = ~mask & (at >= start.unsqueeze(1)) & (at < position)
@@ -106,12 +107,15 @@ def may_wait(x: Tensor) -> bool:
 
 
 def read_length(length: int | Tensor) -> int:
-    """How far a cache is filled. Waits for the device where only that knows."""
-    if isinstance(length, Tensor) and not may_wait(length):
+    """How far a cache is filled. Waits for the device where only that knows.
+
+    What is compiled breaks up here, and goes on.
+    """
+    if isinstance(length, Tensor) and not (torch.compiler.is_compiling() or may_wait(length)):
         raise CacheError(
             "how far a static cache is filled is read on the host by prompts that follow others, "
-            "by recurrent experts and by experts of your own; these cannot be captured or "
-            "compiled, so call the model as it is, with an empty cache or softmax experts"
+            "by recurrent experts and by experts of your own; these cannot be captured, so call "
+            "the model as it is, with an empty cache or softmax experts"
         )
     return int(length)
 
