@@ -67,7 +67,7 @@ class Layout:
         Args:
             mask: ``[B, S]`` of all positions there is room for, False where nothing is yet.
             length: How many are filled ``[]``, the newest included.
-            ends_in_padding: What the last prompt is known to do.
+            ends_in_padding: What is known of those before.
         """
         B, S = mask.shape
         length = length.reshape(1)
@@ -79,14 +79,17 @@ class Layout:
         # the first of the largest; a row without tokens is padding now, too. Not seen as bytes: the
         # compiler of older PyTorch cannot do that to booleans
         start = mask.to(torch.uint8).argmax(dim=1)
+        goes_on = ends_in_padding  # as far as is known
         if may_wait(mask):
             at = torch.arange(S, device=mask.device)
-            hole = ~mask & (at >= start.unsqueeze(1)) & (at < position)
-            ends_in_padding = bool((hole & is_token).any())
-        if ends_in_padding:
+            hole = ~mask & (at >= start.unsqueeze(1)) & (at <= position)
+            hole &= mask.any(dim=1, keepdim=True)
+            found = torch.stack([(hole & is_token).any(), hole.any()])
+            goes_on, ends_in_padding = found.tolist()
+        if goes_on:
             raise CacheError(AFTER_PADDING)
         step = DecodeStep(position, length, start, is_token.squeeze(1))
-        return Layout(None, ~is_token, position - start.unsqueeze(1), step)
+        return Layout(None, ~is_token, position - start.unsqueeze(1), step, ends_in_padding)
 
 
 AFTER_PADDING = (

@@ -180,8 +180,12 @@ class Router(nn.Module):
         if self.has_states or not is_step:
             S = self.adaptation.count_filled(mask, length)
             return self.adaptation.layout(mask, B, T, S, query.device), S
-        ends_in_padding = getattr(kept, "ends_in_padding", False)
-        return self.adaptation.layout(mask, B, T, S, query.device, length, ends_in_padding), S
+        known = getattr(kept, "ends_in_padding", False)
+        layout = self.adaptation.layout(mask, B, T, S, query.device, length, known)
+        if layout.ends_in_padding != known:
+            # a prompt of one token, say, in a cache that was used before
+            kept.ends_in_padding = layout.ends_in_padding
+        return layout, S
 
     def _set_scores(self, scale: float | None, softcap: float | None) -> None:
         if (scale, softcap) == self._scores:
