@@ -155,6 +155,21 @@ def test_a_captured_step_refuses_what_it_would_have_to_ask(capturing):
 
 
 @torch.no_grad()
+def test_what_an_earlier_prompt_ended_in_does_not_hold_for_one_token(monkeypatch):
+    model, room = make_model(impl="reference"), torch.ones(2, 16, dtype=torch.long)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    ids, mask = pad_rows(draw_tokens(2, 9), [9, 5], "right")
+    expected = model(ids[:, :2]).logits[:, 1:]
+    model(ids, attention_mask=mask, past_key_values=cache)
+    cache.reset()
+    model(ids[:, :1], attention_mask=room, past_key_values=cache)
+    for module in (adaptation, attention):
+        monkeypatch.setattr(module, "may_wait", lambda x: False)
+    actual = model(ids[:, 1:2], attention_mask=room, past_key_values=cache).logits
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=5e-5)
+
+
+@torch.no_grad()
 def test_a_mask_that_is_one_row_for_all_may_have_padding():
     """Strides say that ours have none; those of others say nothing."""
     model, ids = make_model(impl="reference"), draw_tokens(2, 8)
@@ -174,6 +189,23 @@ def test_nothing_of_a_call_is_kept_after_it():
     with routed_as(model, {1: "full"}):
         model(ids, attention_mask=torch.ones_like(ids))
     assert shared._layout is None
+
+
+@torch.no_grad()
+def test_a_call_that_failed_leaves_nothing_to_the_next():
+    """What was not captured to its end, say, was never computed."""
+    model, ids = make_model(impl="reference"), draw_tokens(2, 8)
+    expected = model(ids).logits
+    shared = routers_of(model)[0].adaptation
+
+    def fail(*args):
+        shared._layout[-1].position_ids.fill_(60)
+        raise Asked
+
+    with model.model.layers[0].mlp.register_forward_hook(fail), pytest.raises(Asked):
+        model(ids)
+    assert shared._layout is not None
+    assert torch.equal(model(ids).logits, expected)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,13 @@
 """A step of an adapted model compiles as a whole, as ``generate`` has it with a static cache."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import CompileConfig, StaticCache
 
 from meta_attention import adapt
+from meta_attention.adapt.attention import make_mask
 from meta_attention.errors import CacheError
 from meta_attention.testing.pretrained import (
     build_base,
@@ -92,6 +95,14 @@ def test_generate_compiles_its_steps_and_writes_the_same(name):
     for _ in range(2):
         assert torch.equal(model.generate(ids, **given, **compiled(kept)), expected)
     assert len(kept.graphs) == 1
+
+
+def test_a_prompt_that_follows_another_breaks_up_what_is_compiled_and_goes_on():
+    """As ``generate`` has it with a static cache and ``prefill_chunk_size``."""
+    make = torch.compile(partial(make_mask, below="sdpa"), backend=Kept())
+    mask = make(batch_size=2, q_length=3, kv_length=16, q_offset=torch.tensor(4))
+    assert mask.shape == (2, 7)
+    assert mask.all()
 
 
 def test_a_prompt_that_ends_in_padding_is_refused_as_it_is_without_compiling():

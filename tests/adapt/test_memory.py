@@ -122,6 +122,65 @@ def test_a_static_cache_without_padding_knows_how_far_it_is_filled():
             torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_a_static_cache_gives_the_same_with_all_that_a_family_has(name):
+    """Windows of layers that are not adapted, soft-caps, positions; text that goes on, too."""
+    ids, mask = pad_rows(draw_tokens(3, max(LENGTHS)), LENGTHS, "left")
+    settings = {"experts": ("full", "local:8", "local"), "num_sinks": 2}
+    model = make_routed(name, **settings, route_granularity="kv_head")
+    cache = StaticCache(config=model.config, max_cache_len=max(LENGTHS))
+    for chunks in ([4, 1, 1, 6, 1, 7], CHUNKS["tokens"]):
+        assert_decodes(model, ids, mask, chunks, cache)
+        cache.reset()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_prompt_of_one_token_sees_no_room_in_a_static_cache(implementation):
+    """Nor do layers that are not routed."""
+    base, ids = build_base("llama"), draw_tokens(2, 3)
+    base.set_attn_implementation(implementation)
+    model = adapt(base, experts=("full", "local"), window_size=4, layers=[1])
+    for way in ("hard", "full"):
+        for mask in (None, torch.ones(2, 32, dtype=torch.long)):
+            cache = StaticCache(config=model.config, max_cache_len=32)
+            with routed_as(model, way):
+                expected = model(ids).logits
+                parts = [
+                    model(part, past_key_values=cache, attention_mask=mask).logits
+                    for part in ids.split(1, dim=1)
+                ]
+            torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@torch.no_grad()
+def test_every_step_may_be_routed_otherwise(kind):
+    """Keys of a first layer are the same whatever its routes."""
+    model = adapt(build_base("llama", num_hidden_layers=1), window_size=3, num_sinks=1)
+    randomise_controllers(model)
+    ids, mask = pad_rows(draw_tokens(2, 14), [14, 9], "left")
+    given = {"attention_mask": mask, "position_ids": positions(mask)}
+    cache = (
+        StaticCache(config=model.config, max_cache_len=16)
+        if kind == "static"
+        else DynamicCache(config=model.config)
+    )
+    ways = [("full", 6), ("hard", 1), ("local", 1), ("full", 1), ("soft", 1), ("hard", 3)]
+    at = 0
+    for way, size in [*ways, ("local", 1)]:
+        new = slice(at, at + size)
+        part = {"attention_mask": mask[:, : new.stop], "position_ids": positions(mask)[:, new]}
+        with routed_as(model, way):
+            actual = model(ids[:, new], past_key_values=cache, **part).logits
+            expected = model(ids, **given).logits[:, new]
+        is_token = mask[:, new].bool()
+        torch.testing.assert_close(actual[is_token], expected[is_token], **CLOSE)
+        at = new.stop
+    assert at == ids.shape[1]
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 @torch.no_grad()
 def test_generate_is_greedy_steps_of_one_pass(name):
@@ -142,6 +201,24 @@ def test_beams_carry_their_states_along():
     options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "attention_mask": mask}
     cached = model.generate(ids, **options)
     assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@torch.no_grad()
+def test_every_way_to_generate_writes_the_same(name):
+    """Beams and chunks of a prompt with a static cache, tokens that are guessed and taken back."""
+    model = make_routed(name, experts=("full", "local"), route_granularity="kv_head")
+    ids, mask = pad_rows(draw_tokens(2, 9), [9, 5], "left")
+    beams = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    expected = model.generate(ids, use_cache=False, **beams)
+    assert torch.equal(model.generate(ids, cache_implementation="static", **beams), expected)
+    one = {"max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids[:1], **one)
+    chunks = {"prefill_chunk_size": 4}
+    for way in (chunks, chunks | {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(ids[:1], **one, **way), expected)
+    guessed = model.generate(ids[:1], **one, prompt_lookup_num_tokens=3)
+    assert torch.equal(guessed, expected)
 
 
 @torch.no_grad()
@@ -193,15 +270,21 @@ def test_states_of_tokens_that_were_not_routed_are_missed():
         model(ids[:, :1], past_key_values=cache)
 
 
+@pytest.mark.parametrize("num_new", [1, 3])
 @torch.no_grad()
-def test_a_row_does_not_go_on_after_padding():
-    model = make_routed()
+def test_a_row_does_not_go_on_after_padding(num_new):
     ids, mask = pad_rows(draw_tokens(2, 9), [9, 5], "right")
-    cache = DynamicCache(config=model.config)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-    with pytest.raises(CacheError, match="pad prompts on the left"):
-        model(ids[:, :1], attention_mask=longer, past_key_values=cache)
+    longer = torch.cat([mask, torch.ones(2, num_new, dtype=torch.long)], dim=1)
+    for experts in (("full", "local"), ALL):
+        model = make_routed(experts=experts)
+        static = StaticCache(config=model.config, max_cache_len=16)
+        for cache in (DynamicCache(config=model.config), static):
+            model(ids, attention_mask=mask, past_key_values=cache)
+            with pytest.raises(CacheError, match="pad prompts on the left"):
+                model(ids[:, :num_new], attention_mask=longer, past_key_values=cache)
+        # what it left behind is no part of another text
+        static.reset()
+        assert_decodes(model, *pad_rows(ids, [9, 5], "left"), [6, 1, 2], static)
 
 
 def test_decoding_with_a_gradient_is_decoding_without():

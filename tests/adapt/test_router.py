@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meta_attention import adapt
-from meta_attention.adapt import collect_routing, routed_as, router, routers_of
+from meta_attention.adapt import attention, collect_routing, routed_as, router, routers_of
 from meta_attention.adapt.router import Inputs, unrotate
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.adapted_flops import count_adapted, executed_routes
@@ -408,8 +408,8 @@ def test_nothing_of_padding_reaches_a_gradient():
     router = routers_of(make_routed(experts=("full", "local")))[0].train()
     query, mask = torch.randn(1, 4, 6, 8), torch.tensor([[False, False, True, True, True, True]])
     x = torch.randn(1, 6, 32).masked_fill(~mask.unsqueeze(-1), float("nan"))
-    router.inputs = Inputs(x, None, None)
-    rows = router(query, query[:, :2], query[:, 2:], mask, scale=None, softcap=None)
+    inputs = Inputs(x, None, None)
+    rows = router(inputs, query, query[:, :2], query[:, 2:], mask, scale=None, softcap=None)
     assert (rows[0, :2] == 0.0).all()
     rows.square().sum().backward()
     for name, parameter in router.named_parameters():
@@ -417,12 +417,22 @@ def test_nothing_of_padding_reaches_a_gradient():
 
 
 @torch.no_grad()
-def test_a_router_holds_no_hidden_states_after_its_call():
-    model = make_routed()
-    for way in ("full", "hard"):
-        with routed_as(model, way):
-            model(draw_tokens(2, 12))
-        assert [router.inputs for router in routers_of(model)] == [None, None]
+def test_calls_that_overlap_do_not_mix():
+    """As those of two threads do, between what a module is called with and its attention."""
+    model, ids = make_routed(experts=("full", "local")), draw_tokens(2, 12)
+    others, mask = pad_rows(draw_tokens(2, 12, seed=7), [12, 8], "left")
+    expected, apart = model(ids).logits, model(others, attention_mask=mask).logits
+    meanwhile = []
+
+    def call_another(module, args, output):
+        if not meanwhile:
+            meanwhile.append(None)
+            meanwhile[0] = model(others, attention_mask=mask).logits
+
+    for layer in model.model.layers:
+        with layer.self_attn.q_proj.register_forward_hook(call_another):
+            assert torch.equal(model(ids).logits, expected)
+        assert torch.equal(meanwhile.pop(), apart)
 
 
 @torch.no_grad()
@@ -446,13 +456,12 @@ def test_heads_have_one_precision_under_autocast(monkeypatch):
 def test_keys_that_come_from_nowhere_are_refused():
     router = routers_of(make_routed())[0]
     heads = torch.zeros(1, 4, 6, 8)
-    router.inputs = Inputs(torch.zeros(1, 3, 32), None, None)
+    inputs = Inputs(torch.zeros(1, 3, 32), None, None)
     with pytest.raises(ConfigError, match="6 keys came for 3 tokens without a cache"):
-        router(heads[:, :, :3], heads[:, :2], heads[:, :2], None, scale=None, softcap=None)
+        router(inputs, heads[:, :, :3], heads[:, :2], heads[:, :2], None, scale=None, softcap=None)
 
 
 def test_an_attention_function_on_its_own_is_refused():
-    router = routers_of(make_routed())[0]
-    heads = torch.zeros(1, 4, 3, 8)
+    module, heads = make_routed().model.layers[0].self_attn, torch.zeros(1, 4, 3, 8)
     with pytest.raises(ConfigError, match="must be called itself"):
-        router(heads, heads[:, :2], heads[:, :2], None, scale=None, softcap=None)
+        attention.attend(module, heads, heads[:, :2], heads[:, :2], None, below="sdpa")

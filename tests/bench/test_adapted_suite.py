@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import import_utils
 
 from meta_attention import adapt
 from meta_attention.adapt import collect_routing
@@ -52,6 +54,26 @@ class Graphless(Clock):
         for _ in range(GRAPH_WARM_UP):
             call()
         return self.time(call)
+
+
+@torch.no_grad()
+def test_a_captured_prefill_of_the_base_has_no_mask_either(monkeypatch):
+    """With one PyTorch would run another kernel than it does in a call."""
+    model, seen = make_model(), []
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def note(module, query, key, value, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return attention(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", note)
+    given = {"prefill_batches": [2], "decode_batch": 0, "caches": ["captured"]}
+    graphless = Graphless(torch.device("cpu"), budget_ms=1.0, min_runs=2, max_runs=2)
+    rows = time_adapted(model, draw_tokens(2, 32), [32], **given, clock=graphless)
+    assert rows[-1]["cache"] == "captured"
+    assert seen
+    assert all(mask is None for mask in seen)
 
 
 def test_captured_steps_go_on_to_the_end_of_the_text():

@@ -67,7 +67,7 @@ class Layout:
         Args:
             mask: ``[B, S]`` of all positions there is room for, False where nothing is yet.
             length: How many are filled ``[]``, the newest included.
-            ends_in_padding: What the last prompt is known to do.
+            ends_in_padding: What is known of those before.
         """
         B, S = mask.shape
         length = length.reshape(1)
@@ -76,16 +76,20 @@ class Layout:
             step = DecodeStep(position, length, None, None)
             return Layout(None, None, position.expand(B, 1), step)
         is_token = mask.index_select(1, position)  # [B, 1]
-        # the first of the largest; a row without tokens is padding now, too
-        start = mask.view(torch.uint8).argmax(dim=1)
+        # the first of the largest; a row without tokens is padding now, too. Not seen as bytes: the
+        # compiler of older PyTorch cannot do that to booleans
+        start = mask.to(torch.uint8).argmax(dim=1)
+        goes_on = ends_in_padding  # as far as is known
         if may_wait(mask):
             at = torch.arange(S, device=mask.device)
-            hole = ~mask & (at >= start.unsqueeze(1)) & (at < position)
-            ends_in_padding = bool((hole & is_token).any())
-        if ends_in_padding:
+            hole = ~mask & (at >= start.unsqueeze(1)) & (at <= position)
+            hole &= mask.any(dim=1, keepdim=True)
+            found = torch.stack([(hole & is_token).any(), hole.any()])
+            goes_on, ends_in_padding = found.tolist()
+        if goes_on:
             raise CacheError(AFTER_PADDING)
         step = DecodeStep(position, length, start, is_token.squeeze(1))
-        return Layout(None, ~is_token, position - start.unsqueeze(1), step)
+        return Layout(None, ~is_token, position - start.unsqueeze(1), step, ends_in_padding)
 
 
 AFTER_PADDING = (
@@ -106,12 +110,15 @@ def may_wait(x: Tensor) -> bool:
 
 
 def read_length(length: int | Tensor) -> int:
-    """How far a cache is filled. Waits for the device where only that knows."""
-    if isinstance(length, Tensor) and not may_wait(length):
+    """How far a cache is filled. Waits for the device where only that knows.
+
+    What is compiled breaks up here, and goes on.
+    """
+    if isinstance(length, Tensor) and not (torch.compiler.is_compiling() or may_wait(length)):
         raise CacheError(
             "how far a static cache is filled is read on the host by prompts that follow others, "
-            "by recurrent experts and by experts of your own; these cannot be captured or "
-            "compiled, so call the model as it is, with an empty cache or softmax experts"
+            "by recurrent experts and by experts of your own; these cannot be captured, so call "
+            "the model as it is, with an empty cache or softmax experts"
         )
     return int(length)
 
@@ -164,7 +171,9 @@ class Adaptation:
     layers: tuple[int, ...]  # those that are adapted
     routing: Routing = ""  # in force instead of the config's
     record: Record | None = None
-    _layout: tuple[object, ...] | None = field(default=None, repr=False)
+    _layout: tuple[Tensor | None, tuple[object, ...], Layout] | None = field(
+        default=None, repr=False
+    )
     _filled: tuple[Tensor, int] | None = field(default=None, repr=False)
 
     def routing_of(self, layer_idx: int) -> Way:
@@ -189,25 +198,30 @@ class Adaptation:
         """
         # compiled, it is all one call
         mode = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-        key = (mask, B, T, S, device, mode, length is None)
-        if (
-            self._layout is None
-            or self._layout[0] is not mask
-            or self._layout[1 : len(key)] != key[1:]
-        ):
-            if length is not None and mask is not None:
-                found = Layout.of_step(mask, length, ends_in_padding)
-            else:
-                found = Layout.of(mask, B, T, S, device)
-            self._layout = (*key, found)
-        layout: Layout = self._layout[-1]  # type: ignore[assignment]
-        return layout
+        key = (B, T, S, device, mode, length is None)
+        known = self._layout  # once: another thread may take it away
+        if known is not None and known[0] is mask and known[1] == key:
+            return known[2]
+        if length is not None and mask is not None:
+            found = Layout.of_step(mask, length, ends_in_padding)
+        else:
+            found = Layout.of(mask, B, T, S, device)
+        self._layout = (mask, key, found)
+        return found
 
     def count_filled(self, mask: Tensor, length: Tensor) -> int:
         """How far a static cache is filled, read once for all layers of a call."""
-        if self._filled is None or self._filled[0] is not mask:
-            self._filled = (mask, read_length(length))
-        return self._filled[1]
+        known = self._filled
+        if known is not None and known[0] is mask:
+            return known[1]
+        filled = read_length(length)
+        self._filled = (mask, filled)
+        return filled
+
+    def begin(self, layer_idx: int) -> None:
+        """Forget, before the first layer, what a call has left that did not get to its end."""
+        if layer_idx == self.layers[0]:
+            self._layout = self._filled = None
 
     def finish(self, layer_idx: int) -> None:
         """Forget what was read for all layers, after the last of them."""

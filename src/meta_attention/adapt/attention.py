@@ -37,9 +37,16 @@ from meta_attention.errors import ConfigError, ShapeError
 IMPLEMENTATIONS = {"sdpa": "meta_attention", "eager": "meta_attention_eager"}
 
 
-def remember_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before an attention module runs: what its router needs and its attention is not told."""
+def hand_inputs(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before an attention module runs: what its router needs and its attention is not told.
+
+    Attention modules hand on what they do not know themselves. Nothing is kept in between, where
+    calls of several threads would find what is another's.
+    """
     router: Router = module.router  # type: ignore[assignment]
+    router.adaptation.begin(router.layer_idx)
     x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     rotation = kwargs.get("position_embeddings")
     cache = self_attention_cache(kwargs.get("past_key_values"))
@@ -47,7 +54,7 @@ def remember_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         # under another name, if there is one
         caches = (self_attention_cache(given) for given in (*kwargs.values(), *args))
         cache = next((c for c in caches if c is not None), None)
-    router.remember(Inputs(x, cache, rotation))
+    return args, kwargs | {"router_inputs": Inputs(x, cache, rotation)}
 
 
 def attend(
@@ -60,6 +67,7 @@ def attend(
     below: str,
     scaling: float | None = None,
     softcap: float | None = None,
+    router_inputs: Inputs | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention ``[B, T, H, P]`` of a module: by its router, or as it was.
@@ -68,7 +76,6 @@ def attend(
     """
     router = getattr(module, "router", None)
     if isinstance(router, Router) and router.is_bypassed:
-        router.remember(None)  # a whole text, of every layer
         router.adaptation.finish(router.layer_idx)
     elif isinstance(router, Router):
         if attention_mask is not None and attention_mask.dim() != 2:
@@ -76,7 +83,13 @@ def attend(
                 "an adapted model takes an attention_mask [B, S] of 1 for tokens and 0 for "
                 f"padding, got one of {attention_mask.dim()} axes"
             )
-        rows = router(query, key, value, attention_mask, scale=scaling, softcap=softcap)
+        if router_inputs is None:
+            raise ConfigError(
+                "an adapted attention module must be called itself, and hand on what it is called "
+                "with: its router sees the hidden states"
+            )
+        heads = (query, key, value)
+        rows = router(router_inputs, *heads, attention_mask, scale=scaling, softcap=softcap)
         return rows, None
     if attention_mask is None or attention_mask.dim() == 2:
         attention_mask = _mask_below(module, query, key, attention_mask, below)
@@ -99,7 +112,10 @@ def _mask_below(
     T, S = query.shape[2], key.shape[2]
     if below == "sdpa" and (T == 1 or (padding is None and S == T)):
         # a token sees all there is before it; of a whole text sdpa needs no mask
-        return None if padding is None else padding[:, None, None, :]
+        if padding is None:
+            return None
+        # of a first token, a static cache has more room than the mask is of
+        return F.pad(padding, (0, S - padding.shape[1]))[:, None, None, :]
     # what a static cache has room for goes on after the tokens that the mask is of
     filled = S if padding is None else padding.shape[1]
     if padding is not None and T > 1 and is_same_in_all_rows(padding):

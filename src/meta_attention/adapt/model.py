@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from meta_attention.adapt.adaptation import Adaptation
-from meta_attention.adapt.attention import IMPLEMENTATIONS, remember_inputs
+from meta_attention.adapt.attention import IMPLEMENTATIONS, hand_inputs
 from meta_attention.adapt.config import AdaptConfig
 from meta_attention.adapt.families import Family, family_of
 from meta_attention.adapt.router import Router
@@ -60,7 +60,7 @@ def adapt(model: ModelType, config: AdaptConfig | None = None, **settings: Any) 
         device = next(module.parameters()).device
         module.add_module("router", router.to(device, model.dtype))
         router.train(module.training)
-        module.register_forward_pre_hook(remember_inputs, with_kwargs=True)
+        module.register_forward_pre_hook(hand_inputs, with_kwargs=True)
     return model
 
 

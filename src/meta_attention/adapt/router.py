@@ -70,7 +70,6 @@ class Router(nn.Module):
         self.experts = nn.ModuleList(experts.values())
         self.execution = ExpertExecution(config, self.expert_names, self.experts)
         self.has_states = any(isinstance(e, RecurrentExpert) for e in self.experts)
-        self.inputs: Inputs | None = None
         self._scores: tuple[float | None, float | None] | None = None  # as last set
 
     @property
@@ -85,6 +84,7 @@ class Router(nn.Module):
 
     def forward(
         self,
+        inputs: Inputs,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -96,6 +96,7 @@ class Router(nn.Module):
         """Route and attend.
 
         Args:
+            inputs: Of the attention module.
             query: ``[B, H, T, P]``, as the base model hands it to attention.
             key: ``[B, K, S, P]``, the tokens before these included.
             value: Likewise.
@@ -106,7 +107,6 @@ class Router(nn.Module):
         Returns:
             ``[B, T, H, P]``, zero for padding.
         """
-        inputs = self._take_inputs()
         _, _, T, P = query.shape
         if inputs.cache is None and key.shape[2] != T:
             raise ConfigError(
@@ -180,23 +180,12 @@ class Router(nn.Module):
         if self.has_states or not is_step:
             S = self.adaptation.count_filled(mask, length)
             return self.adaptation.layout(mask, B, T, S, query.device), S
-        ends_in_padding = getattr(kept, "ends_in_padding", False)
-        return self.adaptation.layout(mask, B, T, S, query.device, length, ends_in_padding), S
-
-    def remember(self, inputs: Inputs | None) -> None:
-        """Keep what the next call needs to know."""
-        # a module's own way looks for parameters first, for longer than a launch takes
-        object.__setattr__(self, "inputs", inputs)
-
-    def _take_inputs(self) -> Inputs:
-        inputs = self.inputs
-        self.remember(None)
-        if inputs is None:
-            raise ConfigError(
-                "an adapted attention module must be called itself: its router sees the hidden "
-                "states it is called with"
-            )
-        return inputs
+        known = getattr(kept, "ends_in_padding", False)
+        layout = self.adaptation.layout(mask, B, T, S, query.device, length, known)
+        if layout.ends_in_padding != known:
+            # a prompt of one token, say, in a cache that was used before
+            kept.ends_in_padding = layout.ends_in_padding
+        return layout, S
 
     def _set_scores(self, scale: float | None, softcap: float | None) -> None:
         if (scale, softcap) == self._scores:

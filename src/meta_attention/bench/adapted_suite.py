@@ -9,14 +9,14 @@ replayed from a CUDA graph ("captured"): a prefill, and a step with a static cac
 what ``generate`` does with one by ``torch.compile``.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_utils
 
 from meta_attention.adapt import routers_of
 from meta_attention.bench.timing import GRAPH_WARM_UP, WARM_UP, Clock
@@ -100,7 +100,26 @@ def _rows(sequences: Tensor, batch: int) -> Tensor:
 
 
 def _prefill(model: PreTrainedModel, ids: Tensor) -> Callable[[], object]:
-    return lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    def prefill() -> object:
+        with _without_masks():
+            return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+
+    return prefill
+
+
+@contextmanager
+def _without_masks() -> Iterator[None]:
+    """Let a captured prefill have no mask where a call has none, as of a whole text.
+
+    Older Transformers give it one whenever a graph is captured, with which PyTorch has no flash
+    attention: the base would be timed at something slower than what it does.
+    """
+    own: Any = masking_utils
+    asked, own.is_tracing = own.is_tracing, lambda tensor=None: False
+    try:
+        yield
+    finally:
+        own.is_tracing = asked
 
 
 def _step(model: PreTrainedModel, ids: Tensor, kind: str, steps: int) -> Callable[[], object]:

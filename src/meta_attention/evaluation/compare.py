@@ -36,7 +36,7 @@ FIRST_EDGE = 256
 @contextmanager
 def as_base(model: nn.Module) -> Iterator[None]:
     """The base model: its attention as it was loaded, no routers, no LoRA; then as before."""
-    routers = routers_of(model)
+    routers_of(model)  # raises unless there are some
     pretrained = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
     name = pretrained.config._attn_implementation
     below = {ours: theirs for theirs, ours in IMPLEMENTATIONS.items()}[name]
@@ -46,9 +46,6 @@ def as_base(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         pretrained.set_attn_implementation(name)
-        for router in routers:
-            # hooks have handed them what nobody took
-            router.remember(None)
 
 
 def token_losses(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -86,15 +86,15 @@ class ExpertExecution:
         self.has_finish = bool(self._finished)
         self._linear = [(i, e) for i, e in enumerate(experts) if isinstance(e, LinearStateExpert)]
         # the heads whose keys and values some expert reads from the cache
-        kept = [k for k, e in zip(self.kinds, experts, strict=True) if not _is_recurrent(e)]
+        with_kinds = zip(self.kinds, experts, strict=True)
+        kept = [kind for kind, e in with_kinds if not isinstance(e, RecurrentExpert)]
         self._kinds_kept = list(dict.fromkeys(kept))
-        others = [type(e) for e in experts if not isinstance(e, SoftmaxExpert)]
+        self._others = [(i, e) for i, e in enumerate(experts) if not isinstance(e, SoftmaxExpert)]
         self._steps_are_known = (
-            all(kind in LINEAR_STATES for kind in others)
+            all(type(e) in LINEAR_STATES for _, e in self._others)
             and len(self._kinds_kept) <= 1
             and len({kind.projections for kind in self.kinds}) == 1
         )
-        self._others = [(i, e) for i, e in enumerate(experts) if not isinstance(e, SoftmaxExpert)]
         self._calls: tuple[object, dict[SoftmaxCall, dict[int, int | None]]] = ((), {})
 
     def plan(
@@ -163,7 +163,8 @@ class ExpertExecution:
         shares = plan.is_exclusive and self.shared_projections
         if not shares:
             buffers = [torch.zeros_like(query) for _ in self.experts]
-        elif self._leaves_gaps(mask):
+        elif mask is not None or self.has_finish:
+            # rows may be read that nobody has written: those of padding, say
             buffers = [torch.zeros_like(query)]
         elif torch.is_grad_enabled():
             # a training gone wrong may route a token nowhere; its row must not look like one
@@ -383,10 +384,6 @@ class ExpertExecution:
         self._calls = (found, calls)
         return calls
 
-    def _leaves_gaps(self, mask: Tensor | None) -> bool:
-        """Whether rows may be read that nobody has written: those of padding, say."""
-        return mask is not None or self.has_finish
-
     def _with_past(
         self,
         heads: HeadsByKind,
@@ -409,22 +406,13 @@ class ExpertExecution:
         if not kinds:
             return {}
         # the cache keeps [B, heads, S, P]: the heads of all kinds side by side
-        new_keys, new_values = heads[kinds[0]].key, heads[kinds[0]].value
-        if len(kinds) > 1:
-            new_keys = torch.cat([heads[kind].key for kind in kinds], dim=2)
-            new_values = torch.cat([heads[kind].value for kind in kinds], dim=2)
-        keys, values = memory.update(new_keys.transpose(1, 2), new_values.transpose(1, 2))
-        if len(kinds) == 1:
-            seen = Heads(heads[kinds[0]].query, keys.transpose(1, 2), values.transpose(1, 2))
-            return {kinds[0]: seen}
-        per_kind = zip(
-            kinds,
-            keys.transpose(1, 2).chunk(len(kinds), dim=2),
-            values.transpose(1, 2).chunk(len(kinds), dim=2),
-            strict=True,
+        new = [(heads[kind].key, heads[kind].value) for kind in kinds]
+        keys, values = (
+            new[0] if len(new) == 1 else (torch.cat(x, dim=2) for x in zip(*new, strict=True))
         )
-        return {kind: Heads(heads[kind].query, key, value) for kind, key, value in per_kind}
-
-
-def _is_recurrent(expert: nn.Module) -> bool:
-    return isinstance(expert, RecurrentExpert)
+        keys, values = memory.update(keys.transpose(1, 2), values.transpose(1, 2))
+        parts = (x.transpose(1, 2).chunk(len(kinds), dim=2) for x in (keys, values))
+        return {
+            kind: Heads(heads[kind].query, key, value)
+            for kind, key, value in zip(kinds, *parts, strict=True)
+        }
