@@ -167,6 +167,16 @@ def test_heads_may_have_an_expert_each():
     assert torch.equal(rows(("local", "local")), local)
 
 
+def decode_after(model, ids, prompt):
+    """Logits of a prompt of so many tokens, and of the rest one at a time."""
+    out = model(ids[:, :prompt])
+    steps = [out.logits]
+    for at in range(prompt, ids.shape[1]):
+        out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
+        steps.append(out.logits)
+    return torch.cat(steps, dim=1)
+
+
 @torch.no_grad()
 def test_decoding_by_head_equals_one_pass():
     model = make_routed(experts=WIDE, route_granularity="kv_head")
@@ -174,12 +184,8 @@ def test_decoding_by_head_equals_one_pass():
     with routed_as(model, by_head("local:8", "local")), collect_routing(model) as record:
         whole = model(ids).logits
         shares = executed_routes(record)
-        out = model(ids[:, :15])
-        steps = [out.logits]
-        for at in range(15, 20):
-            out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
-            steps.append(out.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, **CLOSE)
+        steps = decode_after(model, ids, 15)
+    torch.testing.assert_close(steps, whole, **CLOSE)
     # one head in two has either window; sinks are seen besides
     counted = count_adapted(model, shares, batch=2, length=20)
     keys = sum(min(t + 1, 9) + max(min(4, t - 8), 0) for t in range(20))
@@ -214,12 +220,8 @@ def test_a_middle_window_is_an_expert_of_its_own(granularity):
     same = adapt(build_base("llama"), window_size=8)
     with routed_as(same, "local"):
         torch.testing.assert_close(through, same(ids).logits, **CLOSE)
-    out = model(ids[:, :12])
-    steps = [out.logits]
-    for at in range(12, 20):
-        out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
-        steps.append(out.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, **CLOSE)
+    steps = decode_after(model, ids, 12)
+    torch.testing.assert_close(steps, whole, **CLOSE)
 
 
 @torch.no_grad()
@@ -312,12 +314,8 @@ def test_decoding_without_a_posterior_equals_one_pass(granularity, kernel_device
     ids = draw_tokens(2, 18).to(kernel_device)
     calls = count_direct(monkeypatch)
     whole = model(ids).logits
-    out = model(ids[:, :13])
-    steps = [out.logits]
-    for at in range(13, 18):
-        out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
-        steps.append(out.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, **CLOSE)
+    steps = decode_after(model, ids, 13)
+    torch.testing.assert_close(steps, whole, **CLOSE)
     # layer by layer, of 7 calls
     assert len(calls) == 14
     for layer in range(2):

@@ -16,8 +16,8 @@ examples:
   meta-attention adapt smollm2-135m-instruct --data books/ --target-cost 0.25 --out adapters/books
   meta-attention adapt Qwen/Qwen2.5-0.5B --data books/ --data wiki.jsonl.xz --out adapters/qwen
   meta-attention adapt ./my-model --data text.txt --length 2048 --window-size 128
-  meta-attention adapt ./my-model --data text.txt --granularity kv_head --out adapters/by-head
-  meta-attention adapt ./my-model --data text.txt --experts full,local:1024,local --out adapters/two
+  meta-attention adapt ./my-model --data text.txt --granularity token --out adapters/by-token
+  meta-attention adapt ./my-model --data text.txt --experts full,local --out adapters/two
   meta-attention adapt ./my-model --data text.txt --recall-share 0.5 --out adapters/looks-up
   meta-attention adapt ./my-model --data text.txt --layers 3,9,15 --lora-rank 8 --out adapters/lora
   meta-attention adapt ./my-model --data text.txt --steps 1000 --cost-weight "0->0.02@0.1:0.4"

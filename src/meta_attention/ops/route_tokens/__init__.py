@@ -9,6 +9,7 @@ only, and has no gradient.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,16 +125,7 @@ def _compiled(
 
 
 @_compiled.register_fake
-def _(
-    x: Tensor,
-    position_ids: Tensor,
-    weight1: Tensor,
-    bias1: Tensor,
-    weight2: Tensor,
-    bias2: Tensor,
-    prior_concentration: Tensor | None,
-    groups: list[int],
-    max_positions: int,
-) -> Tensor:
+def _(x: Tensor, *args: Any) -> Tensor:
+    *_, weight2, _, _, groups, _ = args
     num_experts = weight2.shape[0] // math.prod(groups)
     return x.new_empty(*x.shape[:2], *groups, num_experts, dtype=torch.float32)
