@@ -3,12 +3,14 @@
 Same weights, batch, optimiser and data; only what sublayers read differs. Before timing, every
 model must begin at the loss of the plain one and learn its batch. Models take turns for some
 rounds, so that a device that gets warmer is slower for all of them. Experts default to full
-attention alone: the less a step costs otherwise, the more of it this is.
+attention alone: the less a step costs otherwise, the more of it this is. A step that is captured
+("--capture", also of "meta-attention train") takes what the device needs; otherwise also what the
+host needs to launch it, of which more small kernels need more.
 
     python benchmarks/bench_residuals.py --out benchmarks/results/residuals_h200.json
     python benchmarks/bench_residuals.py --compile blocks --experts full linear local
     python benchmarks/bench_residuals.py --hidden-size 1024 2048 4096 --variants plain block
-    python benchmarks/bench_residuals.py --rounds 1 --profile
+    python benchmarks/bench_residuals.py --capture --rounds 1 --profile
     python benchmarks/bench_residuals.py --smoke
 """
 
@@ -69,7 +71,9 @@ def measure(args: argparse.Namespace, variant: str, *, profiles: bool) -> dict[s
     """One round of one model, which is made for it and let go after it."""
     model = make_model(args, variant)
     is_cuda = args.device == "cuda"
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=is_cuda)
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, fused=is_cuda, capturable=args.capture
+    )
     if args.checkpointing:
         model.gradient_checkpointing_enable()
     if args.compile == "blocks":
@@ -79,7 +83,7 @@ def measure(args: argparse.Namespace, variant: str, *, profiles: bool) -> dict[s
         model.compile()
     torch.manual_seed(1)
     ids = torch.randint(args.vocabulary, (args.batch_size, args.length), device=args.device)
-    losses, seconds = time_steps(model, optimiser, ids, args)
+    losses, seconds = time_steps(model, optimiser, ids, args, captured=args.capture)
     assert losses[-1] < losses[0], f"{variant}: the loss did not fall: {losses}"
     peak = peak_mib(args)
     return {
@@ -109,7 +113,7 @@ def profile_step(
         # a label over others would count them twice
         if us > 0 and not event.is_user_annotation:
             rows.append({"name": event.key, "calls": event.count, "ms": us / 1e3})
-    return sorted(rows, key=lambda row: -row["ms"])[:MAX_KERNELS]
+    return sorted(rows, key=lambda row: -row["ms"])
 
 
 def collect(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -160,9 +164,17 @@ def make_rows(
                 "tokens_per_s": args.batch_size * args.length / median,
                 "peak_mib": None if None in peaks else max(peaks),
             }
-            | ({"kernels": results[-1]["kernels"]} if args.profile else {})
+            | (summarise(results[-1]["kernels"]) if args.profile else {})
         )
     return rows
+
+
+def summarise(kernels: list[dict[str, Any]]) -> dict[str, Any]:
+    """Time of all of them together, without what lies between, and the longest."""
+    return {
+        "kernels_ms": sum(kernel["ms"] for kernel in kernels),
+        "kernels": kernels[:MAX_KERNELS],
+    }
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
@@ -184,7 +196,8 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def print_kernels(row: dict[str, Any]) -> None:
-    print(f"{row['variant']}, D={row['hidden_size']}: ms, calls and name of each kernel of a step")
+    total = f"{row['kernels_ms']:.2f} ms in all kernels of a step"
+    print(f"{row['variant']}, D={row['hidden_size']}: {total}; ms, calls and name of the longest")
     for kernel in row["kernels"]:
         print(f"  {kernel['ms']:9.3f} {kernel['calls']:6d}  {kernel['name'][:90]}")
 
@@ -212,6 +225,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4, help="before them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", choices=("none", "blocks", "model"), default="none")
+    parser.add_argument("--capture", action="store_true", help="replay steps from a CUDA graph")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     parser.add_argument("--impl", choices=("auto", "reference", "triton"), default="auto")
     parser.add_argument("--no-bf16", dest="bf16", action="store_false")
@@ -223,6 +237,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke:
         vars(args).update(SMOKE)
+    if args.capture and args.device != "cuda":
+        parser.error("--capture must have a CUDA device")
     if args.variants[0] != "plain":
         parser.error("--variants must begin with plain: the others are compared with it")
 

@@ -14,6 +14,7 @@ import platform
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,13 @@ def time_steps(
     optimiser: torch.optim.Optimizer,
     ids: torch.Tensor,
     args: argparse.Namespace,
+    *,
+    captured: bool = False,
 ) -> tuple[list[float], list[float]]:
-    """Losses of the steps before the clock starts, and seconds of those it measures."""
+    """Losses of the steps before the clock starts, and seconds of those it measures.
+
+    Captured, these are replayed from a CUDA graph; the optimiser must be ``capturable``.
+    """
     is_cuda = args.device == "cuda"
 
     def step() -> torch.Tensor:
@@ -94,6 +100,7 @@ def time_steps(
         return loss.detach()
 
     losses = [step().item() for _ in range(args.warmup)]
+    run = capture(step) if captured else step
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = []
@@ -101,11 +108,20 @@ def time_steps(
         if is_cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        step()
+        run()
         if is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return losses, seconds
+
+
+def capture(step: Callable[[], object]) -> Callable[[], object]:
+    """Replay a step that has run before, with nothing for the host to launch one by one."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def peak_mib(args: argparse.Namespace) -> float | None:

@@ -40,6 +40,7 @@ def test_a_profile_says_what_a_step_runs_at_each_width(tmp_path, monkeypatch, ca
         kernels = row["kernels"]
         assert len(kernels) == bench_residuals.MAX_KERNELS
         assert [k["ms"] for k in kernels] == sorted((k["ms"] for k in kernels), reverse=True)
+        assert row["kernels_ms"] > sum(k["ms"] for k in kernels)
         assert f"{row['variant']}, D={row['hidden_size']}" in shown
     # of one step: seven matrices in each of four blocks and one more, with two gradients each
     assert {k["name"]: k["calls"] for k in rows[0]["kernels"]}["aten::mm"] == 3 * (4 * 7 + 1)
@@ -50,3 +51,21 @@ def test_nothing_is_measured_without_the_plain_model(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench_residuals.main()
     assert "must begin with plain" in capsys.readouterr().err
+
+
+def test_a_step_is_captured_on_a_gpu_only(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", "--smoke", "--capture"])
+    with pytest.raises(SystemExit):
+        bench_residuals.main()
+    assert "--capture must have a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_captured_steps_are_timed(monkeypatch, tmp_path):
+    out = tmp_path / "rows.json"
+    options = ["--device", "cuda", "--smoke", "--capture", "--profile", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench", *options, "--variants", "plain", "block"])
+    bench_residuals.main()
+    rows = json.loads(out.read_text())["rows"]
+    # as long as what the device does, at least
+    assert all(row["step_ms"] > 0.5 * row["kernels_ms"] > 0 for row in rows)

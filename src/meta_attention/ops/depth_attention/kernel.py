@@ -384,7 +384,7 @@ class Attend(torch.autograd.Function):
             (bank, scales, queries, numerators, denominators, maxima, logits),
             (num_sources, N, D),
             _sizes(S, D) | {"TOKENS": TOKENS},
-            num_warps=_warps(S, D, 1024),
+            num_warps=_warps(S, D, 128, 1024),
         )
         ctx.gradients, ctx.num_sources = gradients, num_sources
         # sources are added to the bank later, in other places: no reason to refuse it then
@@ -417,7 +417,7 @@ class Attend(torch.autograd.Function):
             (ctx.num_sources, N, tokens, D),
             _sizes(S, D) | {"IS_LAST": is_last},
             # programs are few here
-            num_warps=_warps(S, D, 256),
+            num_warps=_warps(S, D, 64, 256),
         )
         return d_bank, d_queries.sum(dim=0), None, None, None
 
@@ -546,10 +546,14 @@ def _sizes(S: int, D: int) -> dict[str, int]:
     return {"S": S, "ROWS": next_power_of_2(S), "BLOCK": next_power_of_2(D)}
 
 
-def _warps(S: int, D: int, channels: int) -> int:
-    # a thread has all rows of its channels: sums over rows stay within it
+def _warps(S: int, D: int, kept: int, channels: int) -> int:
+    """So that a thread has no more numbers of the rows, and a warp no more channels.
+
+    A thread has all rows of its channels: sums over rows stay within it.
+    """
     width = next_power_of_2(D)
-    return min(max(next_power_of_2(S) * width // 2048, min(width // channels, 8), 1), 16)
+    by_rows = next_power_of_2(S) * width // (32 * kept)
+    return min(max(by_rows, min(width // channels, 8), 1), 16)
 
 
 def _row_warps(D: int) -> int:
