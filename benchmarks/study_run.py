@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from study_data import Cache
 from study_evaluation import evaluate
-from study_training import Training
+from study_training import PLAIN_STEPS, Training
 from study_variants import SCALES, Scale, find_variant
 from torch import Tensor
 
@@ -204,18 +204,48 @@ def measure_times(
             is_captured = device == "cuda" and variant.depth_capacity is None
             replay = captured(prefill) if is_captured else prefill
             times[f"prefill_ms_{length}"] = _median_ms(replay, device, repeats)
-    # the last step's learning rate is next to nothing, so that routes stay what they are
-    training.steps_done = scale.steps - 1
-
-    def step() -> None:
-        training.step()
-        training.steps_done = scale.steps - 1
-
-    times["step_ms"] = _median_ms(step, device, repeats)
+    times["step_ms"] = _step_ms(training, repeats)
     times["device"] = torch.cuda.get_device_name() if device == "cuda" else device
     times["compiled"] = compile
     (folder / TIMING).write_text(json.dumps(times, indent=1) + "\n")
     return times
+
+
+def measure_speed(
+    cache: Cache, name: str, scale: Scale, *, repeats: int = 20, compile: bool = False
+) -> dict[str, Any]:
+    """Training step of a new model, alone on the device.
+
+    Only where all experts run on all tokens: then it is that of a trained one, whatever its routes.
+    """
+    variant, device = find_variant(name), default_device()
+    if variant.is_routed and variant.gradient != "all":
+        raise ConfigError(f"steps of {name} depend on its routes; train it, then use time")
+    training = Training(cache, variant, scale, 0, device, compile=compile)
+    step_ms = _step_ms(training, repeats)
+    return {
+        "variant": name,
+        "step_ms": step_ms,
+        "tokens_per_s": 1e3 * scale.batch_size * scale.length / step_ms,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "torch": torch.__version__,
+        "compiled": compile,
+    }
+
+
+def _step_ms(training: Training, repeats: int) -> float:
+    # the last step's learning rate is next to nothing, so that routes stay what they are
+    last = training.scale.steps - 1
+    training.steps_done = last
+
+    def step() -> None:
+        training.step()
+        training.steps_done = last
+
+    # captured before the clock starts
+    for _ in range(PLAIN_STEPS):
+        step()
+    return _median_ms(step, training.device, repeats)
 
 
 def captured(call: Callable[[], None]) -> Callable[[], None]:

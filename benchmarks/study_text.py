@@ -14,6 +14,8 @@ when it is started again.
     python benchmarks/study_text.py run --cache runs/cache --out runs/study --variant full \\
         --seed 0 --scale small --set steps=400 batch_size=32
     python benchmarks/study_text.py time --cache runs/cache --runs runs/study
+    python benchmarks/study_text.py speed --cache runs/cache --variants full gated-full \\
+        --json runs/speed.json
     python benchmarks/study_text.py report --runs runs/study
 
     # a variant against one of another round, both by their distance to the hybrid
@@ -37,6 +39,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import study_compare
@@ -134,6 +137,23 @@ def time_all(args: argparse.Namespace) -> int:
     return 0
 
 
+def measure_speeds(args: argparse.Namespace) -> int:
+    cache, rows = Cache.open(args.cache), []
+    scale = SCALES[args.scale].with_changes(args.set)
+    for variant in args.variants:
+        rows.append(
+            study_run.measure_speed(
+                cache, variant, scale, repeats=args.repeats, compile=args.compile
+            )
+        )
+        shown = f"{rows[-1]['step_ms']:.2f} ms, {rows[-1]['tokens_per_s']:,.0f} tokens/s"
+        say(f"{variant}: {shown}")
+        # with every row: what comes after may be cut off
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"scale": asdict(scale), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
 def export_run(args: argparse.Namespace) -> int:
     cache = Cache.open(args.cache)
     figures = export(cache, args.run, args.out, commit=args.commit, num_tokens=args.tokens)
@@ -189,6 +209,18 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--repeats", type=int, default=20)
     command.add_argument("--compile", action="store_true", help="compile the blocks, to train")
     command.set_defaults(call=time_all)
+
+    command = commands.add_parser("speed", help="training steps of new models, one by one")
+    command.add_argument("--cache", type=Path, required=True)
+    command.add_argument("--variants", nargs="+", required=True, metavar="VARIANT", help=KNOWN)
+    command.add_argument("--scale", choices=list(SCALES), default="small")
+    command.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="change the scale: steps=400"
+    )
+    command.add_argument("--repeats", type=int, default=20)
+    command.add_argument("--compile", action="store_true", help="compile the blocks")
+    command.add_argument("--json", type=Path, required=True, help="file to write")
+    command.set_defaults(call=measure_speeds)
 
     command = commands.add_parser("export", help="a finished run as a checkpoint with a card")
     command.add_argument("--cache", type=Path, required=True)

@@ -355,6 +355,21 @@ def test_an_unknown_variant_is_refused_with_the_known_ones(name):
         find_variant(name)
 
 
+def test_speed_is_that_of_steps_which_run_all_experts(cache, tmp_path, capsys):
+    path = tmp_path / "out" / "speed.json"
+    given = ["speed", "--cache", str(cache.folder), "--scale", "tiny", "--repeats", "2"]
+    given += ["--set", "batch_size=3", "--json", str(path), "--variants"]
+    assert study_text.main([*given, "full", "bayes-all-token-0.4-linear"]) == 0
+    found = json.loads(path.read_text())
+    assert [row["variant"] for row in found["rows"]] == ["full", "bayes-all-token-0.4-linear"]
+    for row in found["rows"]:
+        tokens = 3 * found["scale"]["length"]
+        assert row["tokens_per_s"] == pytest.approx(1e3 * tokens / row["step_ms"])
+    # others take as long as their routes make them
+    assert study_text.main([*given, "bayes-all-token-0.4-sparse"]) == 1
+    assert "train it, then use time" in capsys.readouterr().err
+
+
 def test_routes_are_no_longer_drawn_at_the_end_if_asked(cache):
     scale = SCALES["tiny"].with_changes(["steps=4", "argmax_from=0.5"])
     training = study_run.Training(cache, VARIANTS["bayes-all-token-0.2"], scale, 0, "cpu")
