@@ -321,42 +321,61 @@ def time_variants(
     clock: Clock | None = None,
     stop_at: float = float("inf"),
 ) -> int:
-    """Prefill and batched decoding of variants against their base; how many are left."""
+    """Prefill and batched decoding of variants against their base; how many are left.
+
+    What is measured of a length is kept, the longest first: if time is over, that is known.
+    """
     num_layers = load_plain(cache, base).config.num_hidden_layers
     known = {v.name: v for v in find_variants(out, scale, num_layers)}
-    text = cache.sequences("test")[:, : scale.length]
     for number, name in enumerate(names):
         path = out / VARIANTS / name / TIMES
-        if path.is_file():
+        lengths = set(scale.lengths) - {row["length"] for row in _read_times(path)}
+        if not lengths:
             continue
-        if time.time() >= stop_at:
-            say(f"time is over: {len(names) - number} left; run the same command again")
-            return len(names) - number
         if name not in known:
             raise ConfigError(f"a variant must be one of {', '.join(known)}, got {name!r}")
         variant = known[name]
         if variant.random or variant.cost is not None:
             raise ConfigError(f"{name} only stands in for routes: its time means nothing")
         model = load_variant(cache, base, out, scale, source_of(variant, scale))
-        with in_force(model, variant):
-            rows = time_adapted(
-                model,
-                text,
-                scale.lengths,
-                prefill_batches=scale.prefill_batches,
-                decode_batch=scale.decode_batch,
-                clock=clock,
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figures = {"device": _device_name(model), "dtype": str(model.dtype), "rows": rows}
-        path.write_text(json.dumps(figures, indent=1) + "\n")
-        shown = [
-            f"{r['phase']} {r['cache']} {r['batch']} x {r['length']}: {r['speedup']:.2f} x"
-            for r in rows
-        ]
-        say(f"{name}: {'; '.join(shown)}")
+        for length in sorted(lengths, reverse=True):
+            if time.time() >= stop_at:
+                say(f"time is over: {len(names) - number} left; run the same command again")
+                return len(names) - number
+            _time_length(model, variant, cache, scale, length, path, clock)
         del model
     return 0
+
+
+def _time_length(
+    model: PreTrainedModel,
+    variant: Variant,
+    cache: AdaptCache,
+    scale: Scale,
+    length: int,
+    path: Path,
+    clock: Clock | None,
+) -> None:
+    """Times of one length, added to those of others."""
+    with in_force(model, variant):
+        rows = time_adapted(
+            model,
+            cache.sequences("test")[:, : scale.length],
+            [length],
+            prefill_batches=scale.prefill_batches,
+            decode_batch=scale.decode_batch,
+            clock=clock,
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    both = sorted(_read_times(path) + rows, key=lambda row: row["length"])
+    figures = {"device": _device_name(model), "dtype": str(model.dtype), "rows": both}
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+    shown = [f"{r['phase']} {r['cache']} {r['batch']}: {r['speedup']:.2f} x" for r in rows]
+    say(f"{variant.name}, {length} tokens: {'; '.join(shown)}")
+
+
+def _read_times(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"] if path.is_file() else []
 
 
 def _device_name(model: PreTrainedModel) -> str:

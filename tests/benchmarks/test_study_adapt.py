@@ -441,12 +441,34 @@ def test_times_of_a_variant_are_ratios_to_its_base(cache, runs, monkeypatch):
         ("decode", "dynamic"),
         ("decode", "static"),
     }
+    assert {row["length"] for row in rows} == set(TINY.lengths)
     row = {"length": 8, "times": [t | {"length": 8} for t in TIMES]}
     assert study_adapt_report.speedups_of(row, "prefill") == {1: 2.0}
     assert study_adapt_report.speedups_of(row, "decode") == {2: 1.5}
     assert study_adapt_report.speedups_of({"length": 9, "times": row["times"]}, "decode") == {}
     with pytest.raises(ConfigError, match="only stands in for routes"):
         study_adapt_measure.time_variants(cache, None, runs, TINY, ["token-0.25-random"])
+
+
+def test_times_go_on_where_they_were_cut_off(cache, runs, monkeypatch):
+    path = runs / "variants" / "window" / "times.json"
+    asked = []
+
+    def time_adapted(model, sequences, lengths, **given):
+        asked.append(lengths)
+        row = {"phase": "prefill", "cache": "dynamic", "batch": 1, "speedup": 1.0}
+        return [row | {"length": length} for length in lengths]
+
+    monkeypatch.setattr(study_adapt_measure, "time_adapted", time_adapted)
+    time_variants = study_adapt_measure.time_variants
+    assert time_variants(cache, None, runs, TINY, ["window"], stop_at=0.0) == 1
+    assert not path.exists()
+    *_, longest = sorted(TINY.lengths)
+    path.write_text(json.dumps({"rows": [{"length": longest}]}))
+    assert time_variants(cache, None, runs, TINY, ["window"]) == 0
+    assert asked == [[length] for length in sorted(TINY.lengths, reverse=True)[1:]]
+    assert [row["length"] for row in json.loads(path.read_text())["rows"]] == sorted(TINY.lengths)
+    path.unlink()
 
 
 def test_a_report_has_every_variant_and_figures(runs, capsys):
