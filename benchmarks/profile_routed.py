@@ -18,12 +18,12 @@ from meta_attention.bench.data import Mix, OpShape, make_heads
 from meta_attention.bench.machine import describe_machine
 from meta_attention.bench.op_bench import routed_rows
 
-RUNS = 10
+WARM_UP, RUNS = 3, 10
 
 
 def kernel_times(call: Callable[[], object]) -> dict[str, float]:
     """Microseconds of each kernel in one call, the longest first."""
-    for _ in range(3):
+    for _ in range(WARM_UP):
         call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

@@ -14,6 +14,7 @@ done again.
     python benchmarks/study_adapt.py train --cache cache --out runs/adapt --time-limit 540
     python benchmarks/study_adapt.py measure --cache cache --out runs/adapt --time-limit 540
     python benchmarks/study_adapt.py time --cache cache --out runs/adapt --variants token-0.2
+    python benchmarks/study_adapt.py profile --cache cache --out runs/adapt --variants token-0.2
 
     # the table, adapt.json and the figures
     python benchmarks/study_adapt.py report --runs runs/adapt
@@ -33,6 +34,7 @@ import study_adapt_report
 import torch
 from study_adapt_data import AdaptCache, prepare
 from study_adapt_measure import measure_missing, measure_sensitivity, time_variants
+from study_adapt_profile import profile_adapter
 from study_adapt_variants import (
     ADAPTERS,
     LOCAL,
@@ -230,6 +232,13 @@ def run_time(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_profile(args: argparse.Namespace) -> int:
+    cache, scale, _ = _begin(args)
+    for name in args.variants:
+        profile_adapter(cache, args.base, args.out, scale, name)
+    return 0
+
+
 def run_report(args: argparse.Namespace) -> int:
     summary = study_adapt_report.report(args.runs, is_quiet=args.json)
     if args.json:
@@ -313,6 +322,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_options(command)
     command.add_argument("--variants", nargs="+", required=True)
     command.set_defaults(call=run_time)
+
+    command = commands.add_parser("profile", help="GPU time of adapters by kind of kernel")
+    _add_options(command)
+    command.add_argument("--variants", nargs="+", required=True, help="trained ones")
+    command.set_defaults(call=run_profile)
 
     command = commands.add_parser("report", help="table, adapt.json, adapt.md and the figures")
     command.add_argument("--runs", type=Path, required=True)

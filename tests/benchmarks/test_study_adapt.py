@@ -9,6 +9,7 @@ import pytest
 import study_adapt
 import study_adapt_data
 import study_adapt_measure
+import study_adapt_profile
 import study_adapt_report
 import torch
 from study_adapt_data import AdaptCache, open_base
@@ -469,6 +470,34 @@ def test_times_go_on_where_they_were_cut_off(cache, runs, monkeypatch):
     assert asked == [[length] for length in sorted(TINY.lengths, reverse=True)[1:]]
     assert [row["length"] for row in json.loads(path.read_text())["rows"]] == sorted(TINY.lengths)
     path.unlink()
+
+
+def test_kernels_are_summed_by_kind():
+    times = {
+        "routed_attention_fwd": 700.0,
+        "route_plan_kernel": 20.0,
+        "cudnn_sdpa": 300.0,
+        "mm": 80.0,
+    }
+    sums = study_adapt_profile.by_kind(times)
+    assert sums == {"routing": 0.02, "attention": 1.0, "rest": 0.08, "all": pytest.approx(1.1)}
+
+
+def test_a_profile_needs_a_gpu(cache, runs, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert run("profile", cache, runs, "--variants", "token-0.25") == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_profile_has_base_and_adapter(cache, runs):
+    assert run("profile", cache, runs, "--variants", "token-0.25") == 0
+    rows = json.loads((runs / "variants" / "token-0.25" / "profile.json").read_text())["rows"]
+    assert {row["phase"] for row in rows} == {"prefill", "decode"}
+    for row in rows:
+        assert row["base"]["routing"] == 0.0
+        assert 0.0 < row["adapted"]["routing"] < row["adapted"]["all"]
 
 
 def test_a_report_has_every_variant_and_figures(runs, capsys):

@@ -64,7 +64,7 @@ def time_adapted(
     rows = []
     with evaluating(model):
         for length, phase, cache, batch in plan:
-            ids = _rows(sequences, batch)[:, :length].to(model.device)
+            ids = take_rows(sequences, batch)[:, :length].to(model.device)
             times = {}
             for name in ("base", "adapted"):
                 way: AbstractContextManager[None] = (
@@ -73,10 +73,10 @@ def time_adapted(
                 with way:
                     is_captured = cache == "captured"
                     if phase == "prefill":
-                        call = _prefill(model, ids)
+                        call = make_prefill(model, ids)
                     else:
                         calls = WARM_UP + 2 * clock.max_runs
-                        call = _step(model, ids, cache, calls + is_captured * GRAPH_WARM_UP)
+                        call = make_step(model, ids, cache, calls + is_captured * GRAPH_WARM_UP)
                     times[name] = (clock.time_graph if is_captured else clock.time)(call)
                     # its cache goes before the next one comes
                     del call
@@ -95,11 +95,14 @@ def time_adapted(
     return sorted(rows, key=lambda row: row["length"])
 
 
-def _rows(sequences: Tensor, batch: int) -> Tensor:
+def take_rows(sequences: Tensor, batch: int) -> Tensor:
+    """So many of ``sequences`` [N, T], the same again where they do not suffice."""
     return sequences[torch.arange(batch) % len(sequences)]
 
 
-def _prefill(model: PreTrainedModel, ids: Tensor) -> Callable[[], object]:
+def make_prefill(model: PreTrainedModel, ids: Tensor) -> Callable[[], object]:
+    """A call that reads ``ids`` [B, T] and makes a cache of them."""
+
     def prefill() -> object:
         with _without_masks():
             return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
@@ -122,7 +125,7 @@ def _without_masks() -> Iterator[None]:
         own.is_tracing = asked
 
 
-def _step(model: PreTrainedModel, ids: Tensor, kind: str, steps: int) -> Callable[[], object]:
+def make_step(model: PreTrainedModel, ids: Tensor, kind: str, steps: int) -> Callable[[], object]:
     """Decode the next token of every row; so many steps fit, the last at the end of the text.
 
     Which token is the next is counted on the device: a step that is replayed goes on, too.
