@@ -3,6 +3,7 @@
 A table of compositions and, below it, what holds of each of them.
 """
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -555,3 +556,90 @@ def test_kernels_read_outputs_of_zeros_as_the_reference_does(kernel_device):
         out.loss.backward()
         found.append((out.logits, [p.grad for p in model.parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+# --- what kernels allocate ---
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """From here on, what is allocated and not written is NaN."""
+
+    def fill(make):
+        def filled(*args, **kwargs):
+            made = make(*args, **kwargs)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
+
+        return filled
+
+    def begin():
+        for name in ("empty", "empty_like"):
+            monkeypatch.setattr(torch, name, fill(getattr(torch, name)))
+        monkeypatch.setattr(torch.Tensor, "new_empty", fill(torch.Tensor.new_empty))
+
+    return begin
+
+
+def gradients(model, ids):
+    out = model(ids, labels=ids, use_cache=False)
+    (out.loss if out.depth_loss is None else out.loss + out.depth_loss).backward()
+    return {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def prefer(model, expert):
+    """All tokens take one expert: nobody takes the others."""
+    for block in model.model.layers:
+        controller = block.attention.controller
+        bias = controller.mlp[-1].bias
+        nn.init.zeros_(controller.mlp[-1].weight)
+        nn.init.constant_(bias, -20.0)
+        with torch.no_grad():
+            bias.view(-1, len(controller.costs))[:, expert] = 20.0
+
+
+WITH_ALL = ("full", "linear", "ssm", "local")
+ROWS = {"all": "all", "chosen": "chosen", "chosen by head": "chosen"}
+# which rows a step computes, and whom all tokens take
+STEPS = [("all", None), ("all", 0), ("chosen", 1), ("chosen", 3), ("chosen by head", 2)]
+
+
+def options_of(rows):
+    by_head = {"route_granularity": "kv_head"} if rows == "chosen by head" else {}
+    hard = {"experts": WITH_ALL, "expert_costs": (0.5,) * 4, "routing": "hard"}
+    return hard | by_head | {"route_gradient": ROWS[rows]}
+
+
+@pytest.mark.parametrize(("rows", "taken"), STEPS)
+def test_a_training_step_uses_nothing_that_was_not_written(rows, taken, kernel_device, poison):
+    ids = draw_tokens()[:1, :9]
+    found = {}
+    for impl in ("reference", "triton"):
+        model = make_model("all", impl=impl, **options_of(rows)).train()
+        if taken is not None:
+            prefer(model, taken)
+        if impl == "triton":
+            model.to(kernel_device)
+            poison()
+        found[impl] = gradients(model, ids.to(model.device))
+    for name, expected in found["reference"].items():
+        actual = found["triton"][name]
+        assert (actual is None) == (expected is None), name
+        if expected is not None:
+            told = partial("{}: {}".format, name)
+            torch.testing.assert_close(actual.cpu(), expected, rtol=1e-3, atol=1e-5, msg=told)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("composition", ["experts and depth", "all"])
+@pytest.mark.parametrize(("rows", "taken"), [*STEPS, ("all", 1), ("all", 2), ("all", 3)])
+def test_nor_does_one_of_the_size_that_hopper_has_kernels_for(rows, taken, composition, poison):
+    wide = {"hidden_size": 256, "max_position_embeddings": 2048, "initializer_range": 0.05}
+    model = make_model(composition, **wide | options_of(rows)).cuda().train()
+    if taken is not None:
+        prefer(model, taken)
+    ids = torch.randint(2, 61, (2, 700), generator=torch.Generator().manual_seed(0)).cuda()
+    poison()
+    with torch.autocast("cuda", torch.bfloat16):
+        found = gradients(model, ids)
+    wrong = [n for n, g in found.items() if g is not None and not g.isfinite().all()]
+    assert not wrong
