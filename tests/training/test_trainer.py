@@ -25,7 +25,10 @@ from meta_attention.training.trainer import MetaAttentionTrainer
 TEXT = Corpus("test", [text[:700] for text in embedded_corpus().documents[:40]])
 TOKENIZER = build_tokenizer("bytes", TEXT)
 
-ECONOMY = ("target_cost", "cost_path", "settle_drop", "settle_steps")
+ECONOMY = (
+    *("target_cost", "cost_path", "hold", "argmax_from"),
+    *("settle_drop", "settle_steps"),
+)
 HARD = {
     "routing": "hard",
     "training_weights": "one_hot",
@@ -426,6 +429,48 @@ def test_a_path_is_of_the_layers_that_its_target_is_of(tmp_path):
     build_trainer(tmp_path, model, target_cost=0.5)
     with pytest.raises(ConfigError, match="cost_path must have no static layers"):
         build_trainer(tmp_path, model, target_cost=0.5, cost_path=0.6)
+
+
+def test_a_cost_below_its_target_is_held_up_from_when_it_is_pressed(tmp_path):
+    """Of the routed layers alone: static ones cost what they do."""
+    layers = [["local"], ["full", "local"]]
+    model = build_model(layer_experts=layers, **HARD)
+    pressed = Schedule.parse("0->0.5@0.5:0.75")
+    options = {"kl_weight": pressed, "target_cost": 0.6, "hold": 3.0, "max_steps": 8}
+    trainer = build_trainer(tmp_path, model, **options)
+    (local,), (full, cheap) = trainer._tally.costs
+    assert full == 1.0
+    assert local == pytest.approx(cheap)
+    routed = torch.tensor([1.0, 0.6, 0.3])
+    held = trainer._below_target((local + routed) / 2)
+    torch.testing.assert_close(held, torch.tensor([0.0, 0.0, 0.25]))
+    assert [trainer._weights_after(step)["hold_weight"] for step in (0, 3, 4)] == [0.0, 0.0, 3.0]
+    trainer.train()
+    for row in train_rows(tmp_path):
+        parts = (row["task_loss"], row["kl_loss"], row["cost_loss"], row["hold_loss"])
+        assert row["loss"] == pytest.approx(sum(parts), rel=1e-4)
+        below = max(0.0, 1 - (2 * row["projected_cost"] - local) / 0.6) ** 2
+        weight = 3.0 if row["step"] > 4 else 0.0
+        assert row["hold_loss"] == pytest.approx(weight * below, rel=1e-3, abs=1e-6)
+
+
+def test_routes_are_no_longer_drawn_near_the_end_and_the_saved_config_is_that_of_the_run(tmp_path):
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_substep_end(self, args, state, control, **kwargs):
+            seen.append(trainer.model.config.training_weights)
+
+        on_step_end = on_substep_end
+
+    trainer = build_trainer(
+        tmp_path, build_model(**HARD), callbacks=[Look()], argmax_from=0.5, max_steps=4
+    )
+    trainer.train()
+    assert seen == ["one_hot", "one_hot", "mean", "mean"]
+    trainer.save_model(str(tmp_path / "model"))
+    saved = MetaAttentionConfig.from_pretrained(tmp_path / "model")
+    assert saved.training_weights == "one_hot"
 
 
 def test_only_models_that_were_pressed_and_cost_what_they_may_compete(tmp_path):

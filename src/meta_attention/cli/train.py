@@ -72,8 +72,9 @@ target cost:
   layers: FLOPs of scores and values at the training length, without projections and controller
   (or whatever --expert-costs says). From when --cost-weight begins to rise, it is multiplied by
   what brings the cost there, between 1/100 and 100, and the KL keeps its own weight; where there is
-  no --cost-weight, that of the KL is. A model that needs less than that costs less: nothing makes
-  routes dearer than they are of use.
+  no --cost-weight, that of the KL is. --hold keeps a cost that falls below the target from running
+  away; without it a model may end far below. --argmax-from 0.8: in the last fifth of training
+  routes are those of evaluation, no longer drawn.
   metrics.jsonl has routed_cost, target_cost and multiplier. The best model is then the best of
   those at most 10% above the target.
 """
@@ -208,6 +209,13 @@ def train(
     target_cost: Annotated[
         float | None,
         _flag("share of full attention's cost in routed layers to steer to, see below; 0: none"),
+    ] = None,
+    hold: Annotated[
+        float | None, _flag("weight of what keeps the cost from falling below its target", min=0.0)
+    ] = None,
+    argmax_from: Annotated[
+        float | None,
+        _flag("share of training after which routes are not drawn any more", min=0.0, max=1.0),
     ] = None,
     settle_drop: Annotated[
         float | None, _flag("a loss that falls by less than this share has settled, see below")

@@ -5,7 +5,7 @@ replayed, they take what the device needs. Shapes are fixed, and all that change
 is read from tensors; drawn routes differ from replay to replay as they do from step to step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +32,8 @@ class StepResult:
     out: Any  # of the model; None: replayed
 
 
-# inputs, tokens predicted in the batch, weights of the KL and of the cost
-Objective = Callable[[Mapping[str, Tensor], Tensor | int | None, Any, Any], StepResult]
+# inputs, tokens predicted in the batch, and the weights of what is added to the task loss
+Objective = Callable[[Mapping[str, Tensor], Tensor | int | None, Sequence[Any]], StepResult]
 
 
 class CapturedStep:
@@ -44,6 +44,7 @@ class CapturedStep:
         parameters: What learns.
         inputs: A batch, for its shapes.
         num_items: Tokens predicted in it.
+        num_weights: How many weights the objective takes.
         pool: Memory of another captured step that never runs at the same time.
     """
 
@@ -53,6 +54,7 @@ class CapturedStep:
         parameters: Iterable[nn.Parameter],
         inputs: Mapping[str, Tensor],
         num_items: Tensor | int | None,
+        num_weights: int,
         pool: Any = None,
     ) -> None:
         device = next(iter(inputs.values())).device
@@ -60,7 +62,7 @@ class CapturedStep:
         self.num_items = None
         if num_items is not None:
             self.num_items = torch.as_tensor(num_items, device=device).clone()
-        self.weights = torch.zeros(2, device=device)
+        self.weights = torch.zeros(num_weights, device=device)
         learning = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in learning:
             parameter.grad = None
@@ -69,8 +71,7 @@ class CapturedStep:
         # a data loader may pin memory in a thread of its own meanwhile, which is no part of a step
         recording = torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local")
         with torch.cuda.device(device), recording:
-            kl_weight, cost_weight = self.weights.unbind()
-            result = objective(self.inputs, self.num_items, kl_weight, cost_weight)
+            result = objective(self.inputs, self.num_items, self.weights.unbind())
             result.loss.backward()
         # what autograd recorded must go: a plain step would be tied to the stream of this one
         self.result = replace(result, loss=result.loss.detach(), out=None)
@@ -80,8 +81,7 @@ class CapturedStep:
         self,
         inputs: Mapping[str, Tensor],
         num_items: Tensor | int | None,
-        kl_weight: float,
-        cost_weight: float,
+        weights: Sequence[float],
     ) -> StepResult:
         """Replay with another batch; what is returned is overwritten by the next replay."""
         for name, buffer in self.inputs.items():
@@ -93,8 +93,7 @@ class CapturedStep:
             buffer.copy_(inputs[name], non_blocking=True)
         if self.num_items is not None and num_items is not None:
             self.num_items.copy_(torch.as_tensor(num_items), non_blocking=True)
-        weights = torch.tensor([kl_weight, cost_weight], pin_memory=True)
-        self.weights.copy_(weights, non_blocking=True)
+        self.weights.copy_(torch.tensor(weights, pin_memory=True), non_blocking=True)
         self.graph.replay()
         # whoever stepped has dropped them
         for parameter, gradient in self.gradients:
@@ -111,27 +110,28 @@ class CapturedSteps:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        self._seen: dict[bool, int] = {}
-        self._captured: dict[bool, CapturedStep] = {}
+        self._seen: dict[Hashable, int] = {}
+        self._captured: dict[Hashable, CapturedStep] = {}
 
     def find(
         self,
-        is_logged: bool,
+        kind: Hashable,
         objective: Objective,
         inputs: Mapping[str, Tensor],
         num_items: Tensor | int | None,
+        num_weights: int,
     ) -> CapturedStep | None:
         """The step to replay; None: run it as it is."""
-        seen = self._seen[is_logged] = self._seen.get(is_logged, 0) + 1
+        seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen <= PLAIN_STEPS:
             return None
-        if is_logged not in self._captured:
+        if kind not in self._captured:
             others = list(self._captured.values())
             pool = others[0].graph.pool() if others else None
-            self._captured[is_logged] = CapturedStep(
-                objective, self.parameters, inputs, num_items, pool
+            self._captured[kind] = CapturedStep(
+                objective, self.parameters, inputs, num_items, num_weights, pool
             )
-        return self._captured[is_logged]
+        return self._captured[kind]
 
 
 def check_capture(

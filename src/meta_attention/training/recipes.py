@@ -348,7 +348,8 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     What a setting that was given leaves without a meaning goes with it, unless it was given too: a
     shorter run than the recipe's has a warm-up of at most a tenth of it; experts for all layers
     replace those per layer; without full attention nothing starts on it; where nothing is routed,
-    or softly, there is no target; what presses a prior-free controller is its cost, when the KL
+    or softly, there is no target and nothing is held up to it; routes that learn from the chosen
+    expert alone are drawn to the end; what presses a prior-free controller is its cost, when the KL
     would have; and a KL weight that is given alone presses in place of the recipe's cost, as the KL
     does where routes are not hard. A task of text takes the place of one with a vocabulary of its
     own, or the other way round, together with a tokenizer.
@@ -376,6 +377,8 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     is_static = all(len(layer) == 1 for layer in layers)
     if is_static or not is_hard:
         changed.setdefault("target_cost", None)
+    if changed.get("route_gradient") == "chosen":
+        changed.setdefault("argmax_from", 1.0)
     if changed.get("task") is not None:
         own = "task" if not TaskSpec.parse(changed["task"]).is_text else "characters"
         if "task" in (own, settings.tokenizer):

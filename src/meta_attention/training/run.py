@@ -157,6 +157,8 @@ def train_model(
         uncertainty_threshold=settings.uncertainty_threshold,
         cost_weight=settings.cost_weight,
         target_cost=settings.target_cost,
+        hold=settings.hold,
+        argmax_from=settings.argmax_from,
         settle_drop=settings.settle_drop,
         settle_steps=settings.settle_steps,
         capture=capture,

@@ -53,6 +53,11 @@ class RunSettings:
     as ``expert_costs`` has it. With ``"flops"`` it is the FLOPs of scores and values at the
     training length, without projections and controller. Steers the weight of the cost where it has
     one, else that of the KL."""
+    hold: float = 0.0
+    """Weight of the square of the share by which a batch costs less than the target. What makes
+    routes cheap can only press less, never pull back."""
+    argmax_from: float = 1.0
+    """Share of training after which routes are those of evaluation, no longer drawn."""
     seed: int = 0
     precision: Precision = "fp32"
     gradient_checkpointing: bool = False
@@ -86,6 +91,10 @@ class RunSettings:
             raise ConfigError(
                 f"target_cost must be a share between 0 and 1, got {self.target_cost}"
             )
+        if not 0.0 <= self.hold < float("inf"):
+            raise ConfigError(f"hold must be >= 0, got {self.hold}")
+        if not 0.0 <= self.argmax_from <= 1.0:
+            raise ConfigError(f"argmax_from must be a share of training, got {self.argmax_from}")
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
 

@@ -63,6 +63,8 @@ class MetaAttentionTrainer(LastingTrainer):
             in the routed layers; steers ``cost_weight`` where it is not 0, else ``kl_weight``. See
             :class:`Economy`.
         cost_path: Lead the cost to its target along a path; likewise.
+        hold: Weight of what keeps the cost from falling below its target; see ``RunSettings``.
+        argmax_from: Share of training after which routes are not drawn any more.
         settle_drop: When the task loss counts as settled, for schedules that wait for it; see
             :class:`Economy`.
         settle_steps: Likewise.
@@ -82,6 +84,8 @@ class MetaAttentionTrainer(LastingTrainer):
         cost_weight: Schedule | float | None = None,
         target_cost: float | None = None,
         cost_path: float | None = None,
+        hold: float = 0.0,
+        argmax_from: float = 1.0,
         settle_drop: float = 0.02,
         settle_steps: int | None = None,
         capture: bool = False,
@@ -98,6 +102,8 @@ class MetaAttentionTrainer(LastingTrainer):
         self._steers_cost_weight = cost_weight.end > 0.0 or config.controller == "prior_free"
         self._is_hard = config.routing == "hard"
         self._depth_weight = config.depth_weight
+        self._hold, self._argmax_from = hold, argmax_from
+        self._draws = config.training_weights
         schedules = (self.kl_weight, self.cost_weight, self.uncertainty_threshold)
         self.economy = Economy(
             num_steps=max(1, args.max_steps),
@@ -136,6 +142,11 @@ class MetaAttentionTrainer(LastingTrainer):
         self._need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
         if target_cost is not None:
             self._check_target(target_cost)
+        # parts of the mean cost over all layers
+        static = [layer[0] for layer in self._tally.costs if len(layer) == 1]
+        num_layers = len(self._tally.costs)
+        self._static_cost = sum(static) / num_layers
+        self._routed_share = max(1, num_layers - len(static)) / num_layers
         # sums of figures since the log was last written, and their names
         self._parts: Tensor | None = None
         self._names: tuple[str, ...] = ()
@@ -173,16 +184,29 @@ class MetaAttentionTrainer(LastingTrainer):
     # --- objective ---
 
     def _weights_after(self, steps: int) -> dict[str, float]:
-        """Of the KL and of the cost, during the step that follows ``steps`` others."""
+        """Of what is added to the loss, during the step that follows ``steps`` others."""
         economy = self.economy
+        is_held = economy.target is not None and economy.has_begun(steps)
         kl_factor, cost_factor = economy.multiplier, 1.0
         if self._steers_cost_weight:
             kl_factor, cost_factor = cost_factor, kl_factor
         return {
             "kl_weight": kl_factor * economy.value(self.kl_weight, steps),
             "cost_weight": cost_factor * economy.value(self.cost_weight, steps),
+            "hold_weight": self._hold if is_held else 0.0,
             "multiplier": economy.multiplier,
         }
+
+    @property
+    def _step_weights(self) -> list[float]:
+        return [self._weights[name] for name in ("kl_weight", "cost_weight", "hold_weight")]
+
+    def _below_target(self, cost: Tensor) -> Tensor:
+        """Square of the share by which routed layers cost less than their target, or 0."""
+        if self.economy.target is None:
+            return torch.zeros_like(cost)
+        routed = (cost - self._static_cost) / self._routed_share
+        return (1.0 - routed / self.economy.target).clamp(min=0.0).square()
 
     def _check_target(self, target: float) -> None:
         if not self._is_hard:
@@ -233,14 +257,8 @@ class MetaAttentionTrainer(LastingTrainer):
                 processes.
         """
         is_logged = self._begin_step(model)
-        weights = self._weights
         step = self._objective(
-            model,
-            inputs,
-            num_items_in_batch,
-            weights["kl_weight"],
-            weights["cost_weight"],
-            is_logged=is_logged,
+            model, inputs, num_items_in_batch, self._step_weights, is_logged=is_logged
         )
         self._end_step(step, inputs)
         return (step.loss, step.out) if return_outputs else step.loss
@@ -255,13 +273,13 @@ class MetaAttentionTrainer(LastingTrainer):
         inputs = cast(Batch, self._prepare_inputs(inputs))
         inputs = {name: value for name, value in inputs.items() if name != "needs_full"}
         model.train()
+        self._begin_step(model)
         objective = partial(self._objective, model, is_logged=is_logged)
-        replay = self.captured.find(is_logged, objective, inputs, num_items_in_batch)
+        weights, kind = self._step_weights, (is_logged, self._is_drawn)
+        replay = self.captured.find(kind, objective, inputs, num_items_in_batch, len(weights))
         if replay is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        self._begin_step(model)
-        weights = self._weights
-        step = replay(inputs, num_items_in_batch, weights["kl_weight"], weights["cost_weight"])
+        step = replay(inputs, num_items_in_batch, weights)
         self._end_step(step, inputs)
         return step.loss
 
@@ -273,26 +291,34 @@ class MetaAttentionTrainer(LastingTrainer):
             inner: Any = self.accelerator.unwrap_model(model)
             threshold = self.economy.value(self.uncertainty_threshold, self.state.global_step)
             inner.set_uncertainty_threshold(threshold)
+        config = self.config_of(self.accelerator.unwrap_model(model))
+        config.training_weights = self._draws if self._is_drawn else "mean"
         self._weights = self._weights_after(self.state.global_step)
         return self.is_logged_step(self.state.global_step + 1)
+
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether routes of the next step are still drawn, where they are at all."""
+        return self.state.global_step < self._argmax_from * self.state.max_steps
 
     def _objective(
         self,
         model: nn.Module,
         inputs: Mapping[str, Tensor],
         num_items: Tensor | int | None,
-        kl_weight: Any,
-        cost_weight: Any,
+        added: Sequence[Any],
         *,
         is_logged: bool,
     ) -> StepResult:
         """A step up to its loss, without waiting for the device."""
+        kl_weight, cost_weight, hold_weight = added
         # known of a task, but nothing to learn from
         inputs = {name: value for name, value in inputs.items() if name != "needs_full"}
         is_steered = self.economy.target is not None
         out = self.run_model(model, inputs, output_routing=is_logged, output_routed_cost=is_steered)
         task, kl, cost = out.task_loss, out.kl, out.projected_cost
         routed_cost = out.routed_cost if is_steered else cost.detach()
+        held = hold_weight * self._below_target(cost)
         parts = 1
         if num_items is not None:
             # Trainer takes a loss that knows this count as it is; gradients of processes are
@@ -301,8 +327,15 @@ class MetaAttentionTrainer(LastingTrainer):
             task = task * (num_predicted * self.args.world_size / num_items)
             # blocks have one length, so their parts weigh the same
             parts = self.current_gradient_accumulation_steps
-            kl, cost, routed_cost = kl / parts, cost / parts, routed_cost / parts
+            kl, cost, routed_cost, held = (
+                kl / parts,
+                cost / parts,
+                routed_cost / parts,
+                held / parts,
+            )
         loss = routing_loss(task, kl, kl_weight=kl_weight, cost=cost, cost_weight=cost_weight)
+        if self._hold:
+            loss = loss + held
         depth = getattr(out, "depth_loss", None)
         if depth is not None:
             depth = depth / parts
@@ -315,6 +348,8 @@ class MetaAttentionTrainer(LastingTrainer):
             "cost_loss": cost_weight * cost,
             "routed_cost": routed_cost,
         }
+        if self._hold:
+            figures["hold_loss"] = held
         if depth is not None:
             figures["depth_loss"] = depth
         others = {name: value / parts for name, value in getattr(out, "figures", {}).items()}
@@ -528,6 +563,15 @@ class MetaAttentionTrainer(LastingTrainer):
             # projected cost was not watched in older ones
             self._watched = F.pad(watched, (0, 3 - len(watched)))
             self.economy.load(saved)
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """With the setting that a run began with, also when routes are not drawn any more."""
+        config = self.config_of(self.accelerator.unwrap_model(self.model))
+        now, config.training_weights = config.training_weights, self._draws
+        super()._save(output_dir, state_dict)
+        config.training_weights = now
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.economy.is_watched:

@@ -57,10 +57,7 @@ class RouterSettings(RunSettings):
     ``"both"``: their mean."""
     target_cost: float | None = 0.25
     hold: float = 1.0
-    """Weight of the square of the share by which a batch costs less than the target. What makes
-    routes cheap can only press less, never pull back."""
     argmax_from: float = 0.8
-    """Share of training after which routes are those of evaluation, no longer drawn."""
 
     # LoRA, where it is asked for
     lora_rank: int = 0
@@ -84,10 +81,6 @@ class RouterSettings(RunSettings):
         RunSettings.__post_init__(self)
         if self.loss not in get_args(LossName):
             raise ConfigError(f"loss must be distill, lm or both, got {self.loss!r}")
-        if not 0.0 <= self.argmax_from <= 1.0:
-            raise ConfigError(f"argmax_from must be a share of training, got {self.argmax_from}")
-        if not 0.0 <= self.hold < float("inf"):
-            raise ConfigError(f"hold must be >= 0, got {self.hold}")
         if not 0.0 <= self.recall_share <= 1.0:
             raise ConfigError(
                 f"recall_share must be a share of the blocks, from 0 to 1, got {self.recall_share}"

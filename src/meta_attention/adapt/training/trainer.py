@@ -54,7 +54,6 @@ class RouterOutput:
     routed_cost: Tensor
     routing_weights: list[Tensor] | None
     concentrations: list[Tensor | None] | None
-    hold_loss: Tensor
     figures: dict[str, Tensor]
 
 
@@ -93,7 +92,6 @@ class RouterTrainer(MetaAttentionTrainer):
         self.settings, self.recall = settings, recall
         self.routers = routers_of(model)
         self.adaptation = self.routers[0].adaptation
-        self._draws = self.adaptation.config.training_weights
         if routes is not None:
             # for good: what is computed again in a backward pass must be routed the same
             self.adaptation.routing = check_routing(model, routes)
@@ -109,6 +107,8 @@ class RouterTrainer(MetaAttentionTrainer):
             cost_weight=settings.cost_weight,
             target_cost=None if routes is not None else settings.target_cost,
             cost_path=PATH,
+            hold=settings.hold,
+            argmax_from=settings.argmax_from,
             optimizers=(_optimizer(model, settings), None),
             **kwargs,
         )
@@ -131,12 +131,11 @@ class RouterTrainer(MetaAttentionTrainer):
     def run_model(
         self, model: Any, inputs: Batch, *, output_routing: bool, output_routed_cost: bool
     ) -> RouterOutput:
-        self._follow_step(model)
+        self._set_modes(model)
         record, compared = self._compare(model, inputs)
         divergence, loss, base_loss = _means(compared, inputs["labels"])
         by_name = {"distill": divergence, "lm": loss, "both": (divergence + loss) / 2}
         cost = record.projected_cost
-        hold_loss = self._hold_weight * self._below_target(cost)
         weights, concentrations = self._routing_of(record) if output_routing else (None, None)
         return RouterOutput(
             by_name[self.settings.loss],
@@ -145,19 +144,11 @@ class RouterTrainer(MetaAttentionTrainer):
             record.routed_cost if output_routed_cost else cost.detach(),
             weights,
             concentrations,
-            hold_loss,
-            {
-                "divergence": divergence,
-                "lm_loss": loss,
-                "base_loss": base_loss,
-                "hold_loss": hold_loss,
-            },
+            {"divergence": divergence, "lm_loss": loss, "base_loss": base_loss},
         )
 
-    def _follow_step(self, model: nn.Module) -> None:
-        """What changes in the course of training, and what training must not change."""
-        is_late = self.state.global_step >= self.settings.argmax_from * self.state.max_steps
-        self.adaptation.config.training_weights = "mean" if is_late else self._draws
+    def _set_modes(self, model: nn.Module) -> None:
+        """What training must not change."""
         # the base is not trained, so nothing of it is dropped; layers that are computed again in
         # the backward pass go by their own mode
         model.eval()
@@ -198,36 +189,6 @@ class RouterTrainer(MetaAttentionTrainer):
                 else None
             )
         return weights, concentrations
-
-    # --- objective ---
-
-    @property
-    def _hold_weight(self) -> float:
-        economy = self.economy
-        is_held = economy.target is not None and economy.has_begun(self.state.global_step)
-        return self.settings.hold if is_held else 0.0
-
-    def _below_target(self, cost: Tensor) -> Tensor:
-        """Square of the share by which the mean cost of a batch is below its target, or 0."""
-        if self.economy.target is None:
-            return torch.zeros_like(cost)
-        return (1.0 - cost / self.economy.target).clamp(min=0.0).square()
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor | tuple[Tensor, Any]:
-        """As our Trainer's, and what holds the cost at its target."""
-        found = super().compute_loss(model, inputs, True, num_items_in_batch)
-        assert isinstance(found, tuple)
-        loss, out = found
-        is_part = num_items_in_batch is not None
-        parts = self.current_gradient_accumulation_steps if is_part else 1
-        loss = loss + out.hold_loss / parts
-        return (loss, out) if return_outputs else loss
 
     # --- evaluation ---
 
