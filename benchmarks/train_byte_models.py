@@ -20,11 +20,14 @@ from typing import Any
 import torch
 import transformers
 
+# as the recipe had them when this was measured: all layers, per token
+ROUTED = ["--experts", "full,linear,local", "--route-granularity", "token"]
+ROUTED += ["--hold", "0", "--argmax-from", "1"]
 VARIANTS = {
     "full": ["--experts", "full"],
     "static hybrid (2 of 6 full)": ["--layer-experts", "local,local,full"],
-    "soft-routed": ["--routing", "soft", "--start-expert", "none"],
-    "hard-routed": [],
+    "soft-routed": [*ROUTED, "--routing", "soft", "--start-expert", "none"],
+    "hard-routed": [*ROUTED, "--target-cost", "0.2"],
 }
 COMMAND = [sys.executable, "-c", "from meta_attention.cli import main; main()"]
 

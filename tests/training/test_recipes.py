@@ -191,6 +191,24 @@ def test_what_a_flag_leaves_without_a_meaning_goes_with_it(monkeypatch):
     assert build_settings("demo", {"routing": "soft", "target_cost": 0.3}).target_cost == 0.3
 
 
+def test_bytes_small_routes_the_full_layer_of_a_hybrid_as_the_text_study_does():
+    settings = build_settings("bytes-small", {})
+    layers = settings.model_config(vocab_size=258).layer_experts
+    assert [list(layer) for layer in layers] == [
+        *([["local"]] * 3),
+        ["full", "local:256", "local"],
+        *([["local"]] * 2),
+    ]
+    assert settings.route_granularity == "kv_head"
+    assert (settings.hold, settings.argmax_from) == (1.0, 0.8)
+    # what learns from the chosen expert alone is drawn to the end
+    assert build_settings("bytes-small", {"route_gradient": "chosen"}).argmax_from == 1.0
+    with pytest.raises(ConfigError, match="or experts for all layers"):
+        build_settings("bytes-small", {"layers": 4}).model_config(vocab_size=258)
+    all_layers = {"layers": 4, "experts": ("full", "local")}
+    assert build_settings("bytes-small", all_layers).layer_experts is None
+
+
 @pytest.mark.parametrize("name", ["demo", "bytes-small"])
 def test_text_is_pressed_by_its_cost_and_the_kl_keeps_a_tenth(name):
     settings = build_settings(name, {})
