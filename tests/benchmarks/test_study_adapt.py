@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -386,8 +385,8 @@ def test_a_study_that_was_cut_off_goes_on(cache, tmp_path, capsys):
     assert record["steps"] == 3
 
 
-@pytest.mark.skipif(find_spec("peft") is not None, reason="PEFT is installed")
-def test_what_needs_peft_is_left_out_without_it(cache, tmp_path, capsys):
+def test_what_needs_peft_is_left_out_without_it(cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("meta_attention.adapt.lora.find_spec", lambda name: None)
     steps = ("--set", "steps=1", "warmup=0")
     assert (
         run(
