@@ -48,8 +48,8 @@ FAMILIES = {
     "every": "every third or sixth layer full, nothing trained",
     "window": "a window everywhere, nothing trained",
 }
-# families between a window everywhere and full attention everywhere
-WITH_ENDS = ("random", "soft cut", "static", "static heads", "every")
+# families that begin at a window everywhere; all of them end at full attention everywhere
+FROM_WINDOW = ("random", "soft cut", "static", "static heads", "every")
 OURS = tuple(name for name in FAMILIES if name.startswith("ours"))
 # points of these do not lie on one line
 SCATTERED = ("random", "window")
@@ -147,11 +147,13 @@ def figures_of(
 def compare_at_cost(row: Row, rows: Sequence[Row]) -> Row:
     """A routed variant against every other family at its cost.
 
-    A family of several points is read between the two next to the cost, on a straight line. Where
-    it can have no token or every token on full attention, its ends are the window and the base. A
+    A family is read between its two points next to the cost, on a straight line. The base is a
+    point of every family, as each can spend all there is: all layers or tokens full, or a window as
+    long as the text. Where it can have no token on full attention, the window is one, too. A
     variant with random routes of its own is compared with these.
     """
-    ends = [point_of(r) for r in rows if r["name"] in ("window", "full")]
+    base = [point_of(r) for r in rows if r["family"] == "base"]
+    window = [point_of(r) for r in rows if r["name"] == "window"]
     found: dict[str, Any] = {}
     for family in FAMILIES:
         own = [r for r in rows if r["family"] == family and r["name"] != "window-no-sinks"]
@@ -161,7 +163,7 @@ def compare_at_cost(row: Row, rows: Sequence[Row]) -> Row:
         if like:
             other: float | None = like[0]["loss_increase"]
         else:
-            points = [point_of(r) for r in own] + (ends if family in WITH_ENDS else [])
+            points = [point_of(r) for r in own] + base + (window if family in FROM_WINDOW else [])
             other = loss_at(sorted(points), row["attention_share"])
         found[family] = None if other is None else other - row["loss_increase"]
     return {
@@ -180,11 +182,14 @@ def loss_at(points: Sequence[tuple[float, float]], cost: float) -> float | None:
     """Loss increase at a cost, from points (cost, loss increase) in rising order of cost."""
     below = [point for point in points if point[0] <= cost]
     above = [point for point in points if point[0] >= cost]
-    if below and above:
-        (a, x), (b, y) = below[-1], above[0]
-        return x if a == b else x + (y - x) * (cost - a) / (b - a)
+    if not below:
+        return None
     # cheaper ones could be had for this cost, too
-    return min(loss for _, loss in below) if below else None
+    least = min(loss for _, loss in below)
+    if not above:
+        return least
+    (a, x), (b, y) = below[-1], above[0]
+    return min(least, x if a == b else x + (y - x) * (cost - a) / (b - a))
 
 
 def to_markdown(summary: Mapping[str, Any]) -> str:
@@ -233,8 +238,11 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         "by rows of the batch; both with the kind of cache that suits them best. Targets: at most "
         f"{MOST_ATTENTION:.0%} of the attention, at most {MOST_LOSS} nats, at least "
         f"{LEAST_RETRIEVAL:.0%} of the base's answers. Better by: loss of the family at the same "
-        "cost, between its points on a straight line (the window and the base are ends of "
-        f"{', '.join(WITH_ENDS)}), minus ours; - where it has no point at this cost or below. "
+        "cost, between its points on a straight line, minus ours. The base is the last point of "
+        "every family, also of those measured at lower costs only (all layers or tokens full, a "
+        "window as long as the text), and the window the first of "
+        f"{', '.join(FROM_WINDOW)}; a cheaper point that is better stands in; - where there is no "
+        "point at this cost or below. "
         f"{shown}.",
         "",
     ]

@@ -19,7 +19,7 @@ from meta_attention.adapt import (
     save_adapter,
 )
 from meta_attention.adapt.adapters import spread
-from meta_attention.errors import ConfigError, DataError
+from meta_attention.errors import ConfigError, DataError, OtherBaseError
 from meta_attention.testing.pretrained import (
     build_base,
     draw_tokens,
@@ -113,8 +113,11 @@ def test_another_base_is_refused(saved):
     with pytest.raises(ConfigError, match=r"its shape is .*'hidden_size': 32.*'hidden_size': 64"):
         load_adapter(build_base("llama", hidden_size=64), folder, allow_other_base=True)
     other = build_base("llama", seed=1)
-    with pytest.raises(ConfigError, match=r"of other weights than this model .* allow_other_base"):
+    with pytest.raises(OtherBaseError, match=r"of other weights than this model .* or pass allow_"):
         load_adapter(other, folder)
+    more = build_base("llama", vocab_size=70)
+    with pytest.raises(OtherBaseError, match=r"its vocab_size is 61, but the model's is 70; load "):
+        load_adapter(more, folder)
     # and it was left as it was
     loaded = load_adapter(other, folder, allow_other_base=True)
     for a, b in zip(routers_of(model), routers_of(loaded), strict=True):

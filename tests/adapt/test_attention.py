@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 from meta_attention import adapt
-from meta_attention.adapt import routed_as
+from meta_attention.adapt import collect_routing, routed_as
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.testing.pretrained import (
     VOCABULARY,
@@ -15,6 +15,11 @@ from meta_attention.testing.pretrained import (
     pad_rows,
     predict,
     randomise_controllers,
+)
+
+TEMPLATE = (
+    "{% for m in messages %}{{ 'w50' if m.role == 'user' else 'w51' }} {{ m.content }} w52 "
+    "{% endfor %}{% if add_generation_prompt %}w51{% endif %}"
 )
 
 
@@ -85,14 +90,63 @@ def test_kernels_and_reference_route_alike():
     torch.testing.assert_close(*outputs, rtol=0.0, atol=5e-5)
 
 
-def test_a_pipeline_takes_an_adapted_model():
+@pytest.fixture
+def tokenizer():
+    """Of words, padded on the left, with a template for chats."""
     words = {f"w{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="w0",
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+        chat_template=TEMPLATE,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@torch.no_grad()
+def test_chats_of_a_template_are_answered_together_as_alone(name, tokenizer):
+    chats = [
+        [
+            {"role": "user", "content": "w5 w9 w7 w22 w8 w13"},
+            {"role": "assistant", "content": "w6 w30 w31 w17"},
+            {"role": "user", "content": "w41 w12"},
+        ],
+        [{"role": "user", "content": "w4 w14"}],
+    ]
+    asked = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    batch = tokenizer.apply_chat_template(chats, padding=True, **asked)
+    assert batch["input_ids"][1].tolist() == [0] * 14 + [50, 4, 14, 52, 51]
+    assert batch["attention_mask"].sum(dim=1).tolist() == [19, 5]
+
+    model, options = build_base(name), {"max_new_tokens": 8, "do_sample": False}
+    written = model.generate(**batch, **options)
+    adapt(model, window_size=3, num_sinks=1)
+    # a new router writes what the base does
+    assert torch.equal(model.generate(**batch, **options), written)
+    randomise_controllers(model)
+    with collect_routing(model) as record:
+        model(**batch)
+    assert set(record.layers[1].routes.expert[batch["attention_mask"].bool()].tolist()) == {0, 1}
+    together = model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
+    assert not torch.equal(together, written[:, batch["input_ids"].shape[1] :])
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    for chat, answer in zip(chats, together, strict=True):
+        one = tokenizer.apply_chat_template(chat, **asked)
+        alone = model.generate(**one, **options)[0, one["input_ids"].shape[1] :]
+        assert torch.equal(answer, alone)
+        turns = write(chat, max_length=None, **options)[0]["generated_text"]
+        assert turns[:-1] == chat
+        assert turns[-1] == {"role": "assistant", "content": tokenizer.decode(alone)}
+    assert not torch.equal(*together)
+
+
+def test_a_pipeline_takes_an_adapted_model(tokenizer):
     model = adapt(build_base("llama"), window_size=3)
     randomise_controllers(model)
-    write = pipeline("text-generation", model=model, tokenizer=fast, device="cpu")
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
     texts = ["w5 w9 w7 w22 w8 w13", "w4 w3"]
     options = {"max_new_tokens": 5, "max_length": None, "do_sample": False}
     together = write(texts, batch_size=2, **options)

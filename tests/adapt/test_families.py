@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+)
 
 from meta_attention import adapt
 from meta_attention.adapt import Family, families, known_families, register_family, routers_of
@@ -49,6 +57,28 @@ def test_an_unknown_architecture_says_what_to_do():
     assert "register_family(Family('gpt_neox'" in str(e.value)
     for name in known_families():
         assert name in str(e.value)
+
+
+@torch.no_grad()
+def test_of_a_model_of_images_and_text_the_text_model_is_adapted(tmp_path):
+    text = FAMILIES["gemma3"][1].to_dict() | {"vocab_size": 70}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+    tokens = {"image_token_index": 65, "boi_token_index": 66, "eoi_token_index": 67}
+    whole = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)
+    ).eval()
+    ids = draw_tokens(2, 20)
+    expected = whole(ids).logits
+    with pytest.raises(ConfigError, match=r"adapt the text model in it, .* 'gemma3_text': docs/"):
+        adapt(whole)
+    # as docs/adapt.md has it
+    model = Gemma3ForCausalLM(whole.config.text_config)
+    model.model, model.lm_head = whole.model.language_model, whole.lm_head
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    adapt(loaded, window_size=4)
+    torch.testing.assert_close(loaded(ids).logits, expected, rtol=0.0, atol=1e-5)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from meta_attention import adapt
 from meta_attention.adapt import AdaptConfig, collect_routing, freeze_base, routed_as, routers_of
@@ -99,8 +100,27 @@ def test_layers_with_a_window_of_their_own_are_left_alone():
     assert [router.layer_idx for router in routers_of(model)] == [1]
     with pytest.raises(ConfigError, match=r"full attention, among \[1\], got 0"):
         adapt(build_base("gemma3"), layers=[0])
-    with pytest.raises(ConfigError, match="all layers of this model have a window"):
-        adapt(build_base("mistral", sliding_window=8))
+    both = ["sliding_attention"] * 2
+    with pytest.raises(ConfigError, match=r"all layers of this model have a .* that has some$"):
+        adapt(build_base("gemma3", layer_types=both))
+
+
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
+@torch.no_grad()
+def test_one_window_for_all_layers_is_taken_off_where_it_hides_nothing(name, tmp_path):
+    """Mistral 7B 0.1 and Phi-3 of 4k have such a window."""
+    base, ids = build_base(name, sliding_window=8), draw_tokens(2, 12)
+    with pytest.raises(
+        ConfigError, match=r"no text is longer than the window of 8 .* sliding_window=None"
+    ):
+        adapt(base)
+    base.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, sliding_window=None).eval()
+    adapt(model, window_size=4)
+    short = ids[:, :8]
+    torch.testing.assert_close(predict(model, short), predict(base, short), **EXACT)
+    # what is longer is another model's: nothing is promised there
+    assert (predict(model, ids) - predict(base, ids)).abs().max() > 0.1
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -386,8 +385,8 @@ def test_a_study_that_was_cut_off_goes_on(cache, tmp_path, capsys):
     assert record["steps"] == 3
 
 
-@pytest.mark.skipif(find_spec("peft") is not None, reason="PEFT is installed")
-def test_what_needs_peft_is_left_out_without_it(cache, tmp_path, capsys):
+def test_what_needs_peft_is_left_out_without_it(cache, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("meta_attention.adapt.lora.find_spec", lambda name: None)
     steps = ("--set", "steps=1", "warmup=0")
     assert (
         run(
@@ -514,6 +513,7 @@ def test_a_report_has_every_variant_and_figures(runs, capsys):
     )
     table = (runs / "adapt.md").read_text()
     assert all(f"| {name} |" in table for name in names)
+    assert "The base is the last point of every family, also of those measured at lower" in table
     for name in ("adapt_frontier", "adapt_passage_token-0.25", "adapt_passage_kv-head-0.25"):
         assert (runs / f"{name}.svg").stat().st_size > 0
 
@@ -527,6 +527,7 @@ def test_losses_are_compared_at_equal_cost():
     assert study_adapt_report.loss_at(points, 0.3) == pytest.approx(0.1)
     # all that is cheaper could be had, too; what is dearer could not
     assert study_adapt_report.loss_at(points, 0.9) == 0.0
+    assert study_adapt_report.loss_at([(0.1, 0.05), *points], 0.2) == 0.05
     assert study_adapt_report.loss_at(points, 0.05) is None
     assert study_adapt_report.loss_at([(0.2, 0.3)], 0.2) == 0.3
 
@@ -539,9 +540,15 @@ def test_families_reach_from_the_window_to_the_base():
     rows = [row("full", "base", 1.0, 0.0), row("window", "window", 0.1, 0.2), ours]
     rows += [row("window-no-sinks", "window", 0.09, 0.9), row("static-3", "static", 0.5, 0.06)]
     rows += [row("a-random", "random", 0.31, 0.3), row("b-random", "random", 0.3, 0.4)]
-    better = study_adapt_report.compare_at_cost(ours, rows)["better_by"]
+    rows += [row("static-lora", "static + LoRA", 0.2, 0.08), row("b", "blind", 0.4, 0.01)]
+    found = study_adapt_report.compare_at_cost(ours, rows)["better_by"]
     # half way between the window and three layers; random routes of its own shares
-    assert better == pytest.approx({"static": 0.13 - 0.02, "random": 0.28, "window": 0.18})
+    expected = {"static": 0.13 - 0.02, "random": 0.28}
+    # measured at lower costs only: on the line to the base
+    expected |= {"window": 0.2 * 7 / 9 - 0.02, "static + LoRA": 0.08 * 7 / 8 - 0.02}
+    # all of its points are dearer, and it does not begin at the window
+    assert found.pop("blind") is None
+    assert found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,10 @@ def test_what_cannot_be_adapted_is_one_sentence(
     [
         (["--prompt", "a"], "exactly one of a checkpoint and --adapter"),
         (["x", "--base", "y", "--prompt", "a"], "--base is the model of an --adapter"),
+        (
+            ["x", "--allow-other-base", "--prompt", "a"],
+            "--allow-other-base is for an --adapter; leave it out",
+        ),
         (["x", "--adapter", "y", "--prompt", "a"], "exactly one of a checkpoint and --adapter"),
     ],
 )

@@ -82,7 +82,43 @@ def test_the_base_may_be_somewhere_else(run, adapter, base, tmp_path):
     build_base("llama", seed=5, vocab_size=258, max_position_embeddings=1024).save_pretrained(moved)
     result = run("evaluate", "--adapter", adapter, "--base", moved, *flags)
     assert isinstance(result.exception, ConfigError)
-    assert "of other weights" in str(result.exception)
+    message = str(result.exception)
+    assert "of other weights than this model (they differ in " in message
+    # the flag, not the argument that Python has
+    assert message.endswith("; load the base it was trained for, or add --allow-other-base")
+
+
+def test_an_adapter_is_taken_to_another_base_when_told(run, adapter, base, tmp_path):
+    other = shutil.copytree(base, tmp_path / "trained-on")
+    build_base("llama", seed=5, vocab_size=258, max_position_embeddings=1024).save_pretrained(other)
+    flags = ["--adapter", adapter, "--base", other, "--device", "cpu"]
+    losses = []
+    for name, extra in (
+        ("evaluate", ["--text", TEXT[:100], "--json"]),
+        ("evaluate", ["--compare-base", "--text", TEXT[:100], "--lengths", "64", "--json"]),
+        ("inspect", ["--text", TEXT[:20], "--json"]),
+        ("generate", ["--prompt", "The", "--max-new-tokens", 2, "--json"]),
+    ):
+        extra += ["--questions", 0, "--no-time", "--sequences", 1] * ("--compare-base" in extra)
+        result = run(name, *flags, *extra)
+        assert "add --allow-other-base" in str(result.exception)
+        result = run(name, *flags, *extra, "--allow-other-base")
+        assert result.exit_code == 0, result.exception
+        losses.append(json.loads(result.stdout).get("loss"))
+    own = run("evaluate", "--adapter", adapter, "--text", TEXT[:100], "--json", "--device", "cpu")
+    # it is the other one that was run
+    assert losses[0] != pytest.approx(json.loads(own.stdout)["loss"], rel=1e-3)
+
+
+def test_another_shape_is_refused_also_when_told(run, adapter, base, tmp_path):
+    other = shutil.copytree(base, tmp_path / "wider")
+    wider = build_base("llama", vocab_size=258, hidden_size=64, max_position_embeddings=1024)
+    wider.save_pretrained(other)
+    flags = ["--adapter", adapter, "--base", other, "--allow-other-base", "--text", "ab"]
+    result = run("evaluate", *flags)
+    assert isinstance(result.exception, ConfigError)
+    assert "its shape is" in str(result.exception)
+    assert "allow" not in str(result.exception)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +127,7 @@ def test_the_base_may_be_somewhere_else(run, adapter, base, tmp_path):
         ([], ConfigError, "either a checkpoint or --adapter"),
         (["ADAPTER", "--adapter", "ADAPTER"], ConfigError, "either a checkpoint or --adapter"),
         (["ADAPTER", "--base", "x"], ConfigError, "--base must be given with --adapter"),
+        (["ADAPTER", "--allow-other-base"], ConfigError, "--allow-other-base must be given with"),
         (["ADAPTER", "--compare-base"], ConfigError, "--compare-base must be given with"),
         (["--adapter", "ADAPTER", "--chat"], ConfigError, "--chat must be given with --compare"),
         (["--adapter", "ADAPTER", "--lengths", "9"], ConfigError, "--lengths must be given with"),

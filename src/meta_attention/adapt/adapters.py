@@ -26,7 +26,7 @@ from meta_attention.adapt.families import family_of
 from meta_attention.adapt.lora import has_lora, load_lora, save_lora
 from meta_attention.adapt.model import ModelType, adapt
 from meta_attention.adapt.router import Router, routers_of
-from meta_attention.errors import ConfigError, DataError
+from meta_attention.errors import ConfigError, DataError, OtherBaseError
 
 WEIGHTS_FILE, CARD_FILE = "adapter.safetensors", "adapter.json"
 FORMAT = 1
@@ -106,14 +106,18 @@ def load_adapter(
     base = card["base"]
     name = f"the adapter is for {base['name'] or 'another model'}"
     for key, here in _description(model).items():
-        if base[key] != here and (key in ("family", "shape") or not allow_other_base):
-            raise ConfigError(f"{name}: its {key} is {base[key]}, but the model's is {here}")
+        if base[key] == here:
+            continue
+        difference = f"{name}: its {key} is {base[key]}, but the model's is {here}"
+        if key in ("family", "shape"):
+            raise ConfigError(difference)
+        if not allow_other_base:
+            raise OtherBaseError(difference)
     if not allow_other_base:
         unlike = _first_difference(base["weights"], sample_weights(model))
         if unlike is not None:
-            raise ConfigError(
-                f"{name}, of other weights than this model (they differ in {unlike}); load the "
-                "base it was trained for, or pass allow_other_base=True"
+            raise OtherBaseError(
+                f"{name}, of other weights than this model (they differ in {unlike})"
             )
     adapt(model, AdaptConfig.of(card["settings"]))
     _fill(routers_of(model), tensors, Path(folder))

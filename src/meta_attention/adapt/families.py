@@ -88,6 +88,12 @@ def known_families() -> tuple[str, ...]:
 def family_of(config: PreTrainedConfig) -> Family:
     """The family of a configuration; raise where there is none."""
     model_type = getattr(config, "model_type", None)
+    text_type = getattr(getattr(config, "text_config", None), "model_type", None)
+    if model_type not in _FAMILIES and text_type in _FAMILIES:
+        raise ConfigError(
+            f"model_type {model_type!r} is of more than text and cannot be adapted; adapt the text "
+            f"model in it, which is of {text_type!r}: docs/adapt.md says how to take it out"
+        )
     if model_type not in _FAMILIES:
         raise ConfigError(
             f"model_type {model_type!r} cannot be adapted; supported are "

@@ -95,8 +95,8 @@ def _layers_to_adapt(
     full = [i for i in range(num_layers) if not family.has_window(model.config, i)]
     if not full:
         raise ConfigError(
-            "all layers of this model have a window of their own, so there is nothing to save; "
-            "adapt a model with layers of full attention"
+            "all layers of this model have a window of their own, but only layers of full "
+            f"attention can be adapted; {_remedy(model.config)}"
         )
     if asked is None:
         return tuple(full)
@@ -109,6 +109,17 @@ def _layers_to_adapt(
                 "window of their own, or are not there"
             )
     return tuple(sorted(set(asked)))
+
+
+def _remedy(config: Any) -> str:
+    """What to do about a model that has a window in every layer."""
+    size = getattr(config, "sliding_window", None)
+    if size is None or getattr(config, "layer_types", None) is not None:
+        return "take a model that has some"
+    return (
+        f"take a model that has some, or, if no text is longer than the window of {size} tokens, "
+        "which then hides nothing, load this one with sliding_window=None (null in its config.json)"
+    )
 
 
 def _below(model: PreTrainedModel) -> str:

@@ -55,6 +55,14 @@ BaseOption = Annotated[
         show_default=False,
     ),
 ]
+OtherBaseOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-other-base",
+        help="take the adapter also to a base of other weights than it was trained for, if the "
+        "shapes fit",
+    ),
+]
 DeviceOption = Annotated[Device, typer.Option(help="where to run; auto: a GPU if there is one")]
 DtypeOption = Annotated[Dtype, typer.Option(help="precision; auto: as it was saved")]
 TextOption = Annotated[str | None, typer.Option(help="the text itself")]
@@ -106,6 +114,8 @@ def load_model(
     base: str | None,
     device: str = "auto",
     dtype: str = "auto",
+    *,
+    allow_other_base: bool = False,
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """A checkpoint, or a pretrained model with its adapter; as :func:`load_checkpoint`.
 
@@ -115,17 +125,20 @@ def load_model(
         base: The model that the adapter is for; None: what its card says.
         device: As there.
         dtype: Likewise.
+        allow_other_base: Load the adapter also for a base of other weights.
     """
     if (checkpoint is None) == (adapter is None):
         raise ConfigError("exactly one of a checkpoint and --adapter must be given")
     if checkpoint is not None:
         if base is not None:
             raise ConfigError("--base is the model of an --adapter; leave it out")
+        if allow_other_base:
+            raise ConfigError("--allow-other-base is for an --adapter; leave it out")
         return load_checkpoint(checkpoint, device, dtype)
     assert adapter is not None
     from meta_attention.cli.compare import load_adapted
 
-    return load_adapted(adapter, base, device, dtype)
+    return load_adapted(adapter, base, device, dtype, allow_other_base=allow_other_base)
 
 
 def load_pretrained(name: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:

@@ -7,7 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meta_attention.errors import BackendUnavailableError, ConfigError, MetaAttentionError
+from meta_attention.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    MetaAttentionError,
+    OtherBaseError,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +27,12 @@ SEVERAL = 6
 
 
 def load_adapted(
-    adapter: Path, base: str | None, device: str = "auto", dtype: str = "auto"
+    adapter: Path,
+    base: str | None,
+    device: str = "auto",
+    dtype: str = "auto",
+    *,
+    allow_other_base: bool = False,
 ) -> tuple["PreTrainedModel", "PreTrainedTokenizerBase"]:
     """A base with its adapter, in evaluation mode on its device, and its tokenizer.
 
@@ -31,6 +41,7 @@ def load_adapted(
         base: Folder or name of its base; None: as the adapter says.
         device: ``"auto"`` (a GPU if there is one), ``"cpu"`` or ``"cuda"``.
         dtype: ``"auto"`` (as it was saved) or the name of one.
+        allow_other_base: Load it also for a base of other weights, if the shapes fit.
     """
     import torch
     from transformers.utils import logging
@@ -53,7 +64,10 @@ def load_adapted(
             f"the base {name} cannot be loaded; add --base with its folder or another name: "
             + " ".join(str(error).split())
         ) from error
-    load_adapter(model, adapter)
+    try:
+        load_adapter(model, adapter, allow_other_base=allow_other_base)
+    except OtherBaseError as error:
+        raise OtherBaseError(error.difference, "add --allow-other-base") from None
     if not routers_of(model)[0].adaptation.config.causal:
         raise ConfigError(
             f"{adapter} is of a bidirectional model, which predicts no next token; use it in Python"
@@ -76,13 +90,14 @@ def compare_with_base(
     is_chat: bool,
     decode_batch: int,
     is_timed: bool,
+    allow_other_base: bool,
     device: str,
     dtype: str,
     as_json: bool,
 ) -> None:
     """What ``--compare-base`` does; arguments are its options."""
     asked = None if lengths is None else _parse_lengths(lengths)
-    model, tokenizer = load_adapted(adapter, base, device, dtype)
+    model, tokenizer = load_adapted(adapter, base, device, dtype, allow_other_base=allow_other_base)
     from rich.console import Console
 
     from meta_attention.bench.adapted_suite import time_adapted

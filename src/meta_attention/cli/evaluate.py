@@ -14,6 +14,7 @@ from meta_attention.cli.checkpoint import (
     Dtype,
     DtypeOption,
     JsonOption,
+    OtherBaseOption,
     TextFileOption,
     TextOption,
     load_checkpoint,
@@ -104,6 +105,7 @@ def evaluate(
     ] = False,
     adapter: AdapterOption = None,
     base: BaseOption = None,
+    allow_other_base: OtherBaseOption = False,
     compare_base: Annotated[
         bool, typer.Option("--compare-base", help="the adapted model next to its base")
     ] = False,
@@ -141,7 +143,7 @@ def evaluate(
 
     Or measure an adapter, also next to its base.
     """
-    _check_target(checkpoint, adapter, base)
+    _check_target(checkpoint, adapter, base, allow_other_base)
     if compare_base:
         if adapter is None:
             raise ConfigError("--compare-base must be given with --adapter; add its folder")
@@ -160,6 +162,7 @@ def evaluate(
             is_chat=chat,
             decode_batch=decode_batch or 8,
             is_timed=not no_time,
+            allow_other_base=allow_other_base,
             device=device,
             dtype=dtype,
             as_json=as_json,
@@ -190,7 +193,9 @@ def evaluate(
         return
     _refuse("a text", sequences=sequences)
     documents = _read(text, text_file, data)
-    model, tokenizer = load_model(checkpoint, adapter, base, device, dtype)
+    model, tokenizer = load_model(
+        checkpoint, adapter, base, device, dtype, allow_other_base=allow_other_base
+    )
 
     # torch and transformers load here, so that --help stays instant
     from rich.console import Console
@@ -260,11 +265,15 @@ def _evaluate_task(
         console.print(verdict_table(result.forced))
 
 
-def _check_target(checkpoint: Path | None, adapter: Path | None, base: str | None) -> None:
+def _check_target(
+    checkpoint: Path | None, adapter: Path | None, base: str | None, allow_other_base: bool
+) -> None:
     if (checkpoint is None) == (adapter is None):
         raise ConfigError("either a checkpoint or --adapter must be given, and not both")
     if base is not None and adapter is None:
         raise ConfigError("--base must be given with --adapter only: a checkpoint has none")
+    if allow_other_base and adapter is None:
+        raise ConfigError("--allow-other-base must be given with --adapter only")
 
 
 def _refuse(what: str, **options: object) -> None:

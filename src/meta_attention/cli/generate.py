@@ -14,6 +14,7 @@ from meta_attention.cli.checkpoint import (
     DtypeOption,
     JsonOption,
     OptionalCheckpointArgument,
+    OtherBaseOption,
     TextFileOption,
     load_model,
     read_text,
@@ -32,6 +33,7 @@ examples:
   meta-attention generate runs/tiny --prompt "The cat" --num-beams 4 --json | jq -r .text
   meta-attention generate --adapter adapters/books --prompt "The lighthouse" --greedy
   meta-attention generate --adapter adapters/mine --base ./my-model --prompt "The lighthouse"
+  meta-attention generate --adapter adapters/mine --base ./my-finetune --allow-other-base
 """
 
 DEFAULT_NEW_TOKENS = 128
@@ -64,6 +66,7 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="print while writing")] = False,
     adapter: AdapterOption = None,
     base: BaseOption = None,
+    allow_other_base: OtherBaseOption = False,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     as_json: JsonOption = False,
@@ -74,7 +77,9 @@ def generate(
     text = None
     if prompt is not None or prompt_file is not None:
         text = read_text(prompt, prompt_file, option="prompt")
-    model, tokenizer = load_model(checkpoint, adapter, base, device, dtype)
+    model, tokenizer = load_model(
+        checkpoint, adapter, base, device, dtype, allow_other_base=allow_other_base
+    )
 
     # torch and transformers load here, so that --help stays instant
     import torch

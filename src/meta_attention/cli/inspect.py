@@ -15,6 +15,7 @@ from meta_attention.cli.checkpoint import (
     DtypeOption,
     JsonOption,
     OptionalCheckpointArgument,
+    OtherBaseOption,
     TextFileOption,
     TextOption,
     load_model,
@@ -51,13 +52,16 @@ def inspect(
     ] = None,
     adapter: AdapterOption = None,
     base: BaseOption = None,
+    allow_other_base: OtherBaseOption = False,
     device: DeviceOption = Device.auto,
     dtype: DtypeOption = Dtype.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Show where a checkpoint sends each token of a text, and how sure it is."""
     given = read_text(text, text_file)
-    model, tokenizer = load_model(checkpoint, adapter, base, device, dtype)
+    model, tokenizer = load_model(
+        checkpoint, adapter, base, device, dtype, allow_other_base=allow_other_base
+    )
 
     # torch and transformers load here, so that --help stays instant
     from rich.console import Console
