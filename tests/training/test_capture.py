@@ -37,6 +37,16 @@ TRAININGS = {
         "kl_weight": Schedule.parse("0->0.1@0.2:0.6"),
         "target_cost": 0.6,
     },
+    "held, and at the end no longer drawn": {
+        "routing": "hard",
+        "training_weights": "one_hot",
+        "start_expert": "full",
+        "expert_costs": "flops",
+        "cost_weight": Schedule.parse("0->0.5@0.2:0.4"),
+        "target_cost": 0.6,
+        "hold": 1.0,
+        "argmax_from": 0.6,
+    },
     "chosen experts only": {
         "routing": "hard",
         "training_weights": "one_hot",
