@@ -337,11 +337,14 @@ def time_variants(
         variant = known[name]
         if variant.random or variant.cost is not None:
             raise ConfigError(f"{name} only stands in for routes: its time means nothing")
-        model = load_variant(cache, base, out, scale, source_of(variant, scale))
+        model = None
         for length in sorted(lengths, reverse=True):
             if time.time() >= stop_at:
                 say(f"time is over: {len(names) - number} left; run the same command again")
                 return len(names) - number
+            if model is None:
+                model = load_variant(cache, base, out, scale, source_of(variant, scale))
+                _check_same_place(path, model)
             _time_length(model, variant, cache, scale, length, path, clock)
         del model
     return 0
@@ -368,10 +371,25 @@ def _time_length(
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     both = sorted(_read_times(path) + rows, key=lambda row: row["length"])
-    figures = {"device": _device_name(model), "dtype": str(model.dtype), "rows": both}
+    figures = _where(model) | {"rows": both}
     path.write_text(json.dumps(figures, indent=1) + "\n")
     shown = [f"{r['phase']} {r['cache']} {r['batch']}: {r['speedup']:.2f} x" for r in rows]
     say(f"{variant.name}, {length} tokens: {'; '.join(shown)}")
+
+
+def _where(model: PreTrainedModel) -> dict[str, str]:
+    return {"device": _device_name(model), "dtype": str(model.dtype)}
+
+
+def _check_same_place(path: Path, model: PreTrainedModel) -> None:
+    """Times of several lengths are compared, so they must be of one kind of device."""
+    kept = json.loads(path.read_text()) if path.is_file() else {}
+    for name, here in _where(model).items():
+        if kept.get(name, here) != here:
+            raise ConfigError(
+                f"{path} has times of {name} {kept[name]}, here it is {here}; go on there, or "
+                "remove it to measure all lengths again"
+            )
 
 
 def _read_times(path: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Shapes: B sequences, T their length.
 import math
 import time
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from study_data import Cache
@@ -23,7 +23,6 @@ from meta_attention.training.economy import WINDOW, Economy
 WARMUP = 0.05  # of the steps
 # before a step is captured: kernels are compiled, the optimiser's state exists
 PLAIN_STEPS = 3
-Cost = TypeVar("Cost", float, Tensor)
 WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
 
 
@@ -83,11 +82,6 @@ class Training:
                 f"the training text must have more than {scale.length} tokens, got "
                 f"{len(self.text)}; prepare a larger cache, or lower repeat"
             )
-        controllers = [block.attention.controller for block in self.model.model.layers]
-        static = [c.costs.item() for c in controllers if len(c.costs) == 1]
-        # parts of the mean over all layers
-        self.static_cost = sum(static) / len(controllers)
-        self.routed_share = max(1, len(controllers) - len(static)) / len(controllers)
         self.ids = torch.zeros(scale.batch_size, scale.length, dtype=torch.long, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.figures: Tensor
@@ -188,13 +182,13 @@ class Training:
             cost=out.projected_cost,
             cost_weight=self.knobs["cost_weight"],
         )
-        loss = loss + self.knobs["hold"] * self.below_target(out.projected_cost)
+        loss = loss + self.knobs["hold"] * self.below_target(out.routed_projected_cost)
         if out.depth_loss is not None:
             loss = loss + self.model.config.depth_weight * out.depth_loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimiser.step()
-        costs = (out.projected_cost, out.routed_cost)
+        costs = (out.projected_cost, out.routed_cost, out.routed_projected_cost)
         return torch.stack([out.task_loss, out.kl, *costs, out.routing_entropy]).detach()
 
     def _capture(self) -> None:
@@ -208,14 +202,15 @@ class Training:
     def window(self) -> dict[str, float]:
         """The steps up to the next multiple of ``WINDOW`` or the end, and their means."""
         begin, first = time.perf_counter(), self.steps_done
-        total = torch.zeros(5, device=self.device)
+        total = torch.zeros(6, device=self.device)
         while True:
             total += self.step()
             if self.steps_done % WINDOW == 0 or self.steps_done == self.scale.steps:
                 break
         num_steps = self.steps_done - first
-        loss, kl, projected_cost, routed_cost, routing_entropy = (total / num_steps).tolist()
-        believed_cost = self.of_routed_layers(projected_cost)
+        means = (total / num_steps).tolist()
+        # routes are drawn, so what was projected of routed layers is the cost of the belief
+        loss, kl, projected_cost, routed_cost, believed_cost, routing_entropy = means
         seconds = time.perf_counter() - begin
         self.seconds += seconds
         if not math.isfinite(loss):
@@ -237,20 +232,15 @@ class Training:
             "tokens_per_s": num_steps * self.scale.batch_size * self.scale.length / seconds,
         }
 
-    def below_target(self, projected_cost: Tensor) -> Tensor:
-        """Square of the share by which the mean cost of a batch is below its target, or 0.
+    def below_target(self, cost: Tensor) -> Tensor:
+        """Square of the share by which routed layers, of this cost, are below their target, or 0.
 
         What makes routes cheap can only press less, never pull back: in a short run they fell far
         below every target and stayed there. Which tokens to spend the rest on is left to the task.
         """
         if self.variant.target is None:
-            return torch.zeros_like(projected_cost)
-        saved = 1.0 - self.of_routed_layers(projected_cost) / self.variant.target
-        return saved.clamp(min=0.0).square()
-
-    def of_routed_layers(self, projected_cost: Cost) -> Cost:
-        """Mean cost of the routed layers alone; routes are drawn, so it is that of the belief."""
-        return (projected_cost - self.static_cost) / self.routed_share
+            return torch.zeros_like(cost)
+        return (1.0 - cost / self.variant.target).clamp(min=0.0).square()
 
     def save(self, path: Path) -> None:
         state = {

@@ -461,9 +461,15 @@ def test_times_go_on_where_they_were_cut_off(cache, runs, monkeypatch):
 
     monkeypatch.setattr(study_adapt_measure, "time_adapted", time_adapted)
     time_variants = study_adapt_measure.time_variants
-    assert time_variants(cache, None, runs, TINY, ["window"], stop_at=0.0) == 1
+    with monkeypatch.context() as patched:
+        # nothing is loaded in vain
+        patched.setattr(study_adapt_measure, "load_variant", None)
+        assert time_variants(cache, None, runs, TINY, ["window"], stop_at=0.0) == 1
     assert not path.exists()
     *_, longest = sorted(TINY.lengths)
+    path.write_text(json.dumps({"device": "another", "rows": [{"length": longest}]}))
+    with pytest.raises(ConfigError, match=r"has times of device another, here it is "):
+        time_variants(cache, None, runs, TINY, ["window"])
     path.write_text(json.dumps({"rows": [{"length": longest}]}))
     assert time_variants(cache, None, runs, TINY, ["window"]) == 0
     assert asked == [[length] for length in sorted(TINY.lengths, reverse=True)[1:]]

@@ -197,16 +197,20 @@ def test_a_run_from_before_the_convolution_is_not_one_with_it(cache, tmp_path):
     assert study_run.run(cache, tmp_path, "local", 0, "tiny", changes=["short_conv=0"])
 
 
-def test_only_a_cost_below_the_target_is_held_up(cache):
-    variant = VARIANTS["bayes-global-token-0.4"]
+@pytest.mark.parametrize("ending", ["", "-depth"])
+def test_only_a_cost_below_the_target_is_held_up(ending, cache):
+    """Of the layer that is routed, also where half of the tokens pass it or others by."""
+    variant = find_variant(f"bayes-global-token-0.4{ending}")
     training = study_run.Training(cache, variant, SCALES["tiny"], 0, "cpu")
     with torch.no_grad():
-        out = training.model.eval()(training.batch(), output_routing=True)
+        asked = {"output_routing": True, "output_routed_cost": True}
+        out = training.model.eval()(training.batch(), **asked)
+    cost = out.routed_projected_cost
     # a new model is on full attention in its routed layer
-    assert training.of_routed_layers(out.projected_cost) == pytest.approx(1.0)
-    half = out.projected_cost - 0.8 * training.routed_share
-    assert training.below_target(out.projected_cost) == 0.0
-    torch.testing.assert_close(training.below_target(half), torch.tensor(0.25))
+    (entered,) = [w.sum(-1).mean() for w in out.routing_weights if w.shape[-1] > 1]
+    assert cost == pytest.approx(entered.item())
+    assert training.below_target(torch.tensor(1.0)) == 0.0
+    torch.testing.assert_close(training.below_target(torch.tensor(0.2)), torch.tensor(0.25))
 
 
 def test_nothing_is_held_up_before_anything_presses(cache):

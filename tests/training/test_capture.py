@@ -40,10 +40,11 @@ TRAININGS = {
     "held, and at the end no longer drawn": {
         "routing": "hard",
         "training_weights": "one_hot",
-        "start_expert": "full",
+        # below the target from the start, so that there is something to hold
+        "start_expert": None,
         "expert_costs": "flops",
         "cost_weight": Schedule.parse("0->0.5@0.2:0.4"),
-        "target_cost": 0.6,
+        "target_cost": 0.9,
         "hold": 1.0,
         "argmax_from": 0.6,
     },
@@ -99,6 +100,9 @@ def test_a_captured_run_has_the_figures_of_one_that_is_not(tmp_path, training):
     finally:
         torch.use_deterministic_algorithms(False)
     assert_agree(rows_of(tmp_path / "captured"), rows_of(tmp_path / "plain"))
+    held = [row["hold_loss"] for row in rows_of(tmp_path / "plain") if "hold_loss" in row]
+    assert bool(held) == ("hold" in TRAININGS[training])
+    assert not held or max(held) > 0.01
 
 
 @pytest.mark.gpu

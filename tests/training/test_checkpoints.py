@@ -213,6 +213,33 @@ def test_a_steered_run_resumes_where_its_economy_was(tmp_path):
     assert trained[-1]["multiplier"] != trained[35]["multiplier"]
 
 
+@pytest.mark.parametrize("step", [6, 12])
+def test_a_held_run_resumes_before_and_after_its_routes_are_no_longer_drawn(step, tmp_path):
+    held = {
+        "routing": "hard",
+        "training_weights": "one_hot",
+        "start_expert": None,
+        "cost_weight": Schedule.parse("0->0.1@0:0.2"),
+        "target_cost": 0.9,
+        "hold": 1.0,
+        "argmax_from": 0.6,
+        "steps": 15,
+        "save_every": step,
+    }
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    record = train_small(whole, **held)
+    shutil.copytree(whole, stopped)
+    (stopped / "run.json").write_text(json.dumps(record | {"finished": False}))
+    for checkpoint in stopped.glob("checkpoint-*"):
+        if checkpoint.name != f"checkpoint-{step}":
+            shutil.rmtree(checkpoint)
+    resume_small(stopped)
+    rows = without_timing(read_metrics(whole))
+    assert without_timing(read_metrics(stopped)) == rows
+    assert any(row["hold_loss"] > 0.0 for row in rows if row["kind"] == "train")
+    assert MetaAttentionConfig.from_pretrained(stopped).training_weights == "one_hot"
+
+
 def test_a_run_stopped_at_its_end_is_ended(stopped, finished):
     record = resume_small(stopped)
     assert record["finished"]

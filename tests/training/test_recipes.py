@@ -191,6 +191,17 @@ def test_what_a_flag_leaves_without_a_meaning_goes_with_it(monkeypatch):
     assert build_settings("demo", {"routing": "soft", "target_cost": 0.3}).target_cost == 0.3
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"target_cost": None}, {"routing": "soft"}, {"experts": ("full",)}],
+    ids=str,
+)
+def test_nothing_is_held_up_to_no_target(given):
+    assert build_settings("bytes-small", given).hold == 0.0
+    with pytest.raises(ConfigError, match=r"hold must have a target_cost .*, got 0.5 and none"):
+        build_settings("bytes-small", given | {"hold": 0.5})
+
+
 def test_bytes_small_routes_the_full_layer_of_a_hybrid_as_the_text_study_does():
     settings = build_settings("bytes-small", {})
     layers = settings.model_config(vocab_size=258).layer_experts
@@ -203,6 +214,9 @@ def test_bytes_small_routes_the_full_layer_of_a_hybrid_as_the_text_study_does():
     assert (settings.hold, settings.argmax_from) == (1.0, 0.8)
     # what learns from the chosen expert alone is drawn to the end
     assert build_settings("bytes-small", {"route_gradient": "chosen"}).argmax_from == 1.0
+    # heads are merged before an output projection that they share
+    apart = build_settings("bytes-small", {"shared_projections": False})
+    assert apart.model_config(vocab_size=258).route_granularity == "token"
     with pytest.raises(ConfigError, match="or experts for all layers"):
         build_settings("bytes-small", {"layers": 4}).model_config(vocab_size=258)
     all_layers = {"layers": 4, "experts": ("full", "local")}

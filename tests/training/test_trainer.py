@@ -441,8 +441,7 @@ def test_a_cost_below_its_target_is_held_up_from_when_it_is_pressed(tmp_path):
     (local,), (full, cheap) = trainer._tally.costs
     assert full == 1.0
     assert local == pytest.approx(cheap)
-    routed = torch.tensor([1.0, 0.6, 0.3])
-    held = trainer._below_target((local + routed) / 2)
+    held = trainer._below_target(torch.tensor([1.0, 0.6, 0.3]))
     torch.testing.assert_close(held, torch.tensor([0.0, 0.0, 0.25]))
     assert [trainer._weights_after(step)["hold_weight"] for step in (0, 3, 4)] == [0.0, 0.0, 3.0]
     trainer.train()
@@ -452,6 +451,42 @@ def test_a_cost_below_its_target_is_held_up_from_when_it_is_pressed(tmp_path):
         below = max(0.0, 1 - (2 * row["projected_cost"] - local) / 0.6) ** 2
         weight = 3.0 if row["step"] > 4 else 0.0
         assert row["hold_loss"] == pytest.approx(weight * below, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("routed", [0, 1])
+def test_what_is_held_is_of_the_layers_with_a_choice_also_where_tokens_pass_blocks_by(
+    routed, tmp_path
+):
+    """A block that half of the tokens pass by costs half, whether it has a choice or not."""
+    layers = [["full"], ["full"]]
+    layers[routed] = ["full", "local"]
+    model = build_model(layer_experts=layers, depth_capacity=0.5, depth_layers=[0], **HARD)
+    options = {"cost_weight": 0.1, "target_cost": 0.9, "hold": 3.0, "max_steps": 2}
+    build_trainer(tmp_path, model, **options).train()
+    for row in train_rows(tmp_path):
+        below = max(0.0, 1 - row[f"layer_{routed}/projected_cost"] / 0.9) ** 2
+        assert row["hold_loss"] == pytest.approx(3.0 * below, rel=1e-3, abs=1e-6)
+    assert train_rows(tmp_path)[0]["hold_loss"] > 0.0
+
+
+def test_a_loss_that_is_asked_for_outside_of_training_leaves_the_config_alone(tmp_path):
+    trainer = build_trainer(tmp_path, build_model(**HARD), argmax_from=0.5)
+    batch = {name: value.unsqueeze(0) for name, value in blocks()[0].items()}
+    trainer.compute_loss(trainer.model, batch)
+    assert trainer.model.config.training_weights == "one_hot"
+    trainer.train()
+    trainer.compute_loss(trainer.model, batch)
+    assert trainer.model.config.training_weights == "one_hot"
+
+
+def test_a_config_is_only_written_to_where_routes_shall_no_longer_be_drawn(tmp_path):
+    class Change(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.model.config.training_weights = "sample"
+
+    trainer = build_trainer(tmp_path, build_model(**HARD), callbacks=[Change()])
+    trainer.train()
+    assert trainer.model.config.training_weights == "sample"
 
 
 def test_routes_are_no_longer_drawn_near_the_end_and_the_saved_config_is_that_of_the_run(tmp_path):
@@ -468,6 +503,8 @@ def test_routes_are_no_longer_drawn_near_the_end_and_the_saved_config_is_that_of
     )
     trainer.train()
     assert seen == ["one_hot", "one_hot", "mean", "mean"]
+    # and what training leaves is what it was given
+    assert trainer.model.config.training_weights == "one_hot"
     trainer.save_model(str(tmp_path / "model"))
     saved = MetaAttentionConfig.from_pretrained(tmp_path / "model")
     assert saved.training_weights == "one_hot"

@@ -50,6 +50,7 @@ class RoutedModelOutput(ModelOutput):
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
     routed_cost: Tensor | None = None  # [], of evaluation's routes, mean over routed layers
+    routed_projected_cost: Tensor | None = None  # [], as projected_cost, over routed layers only
     depth_loss: Tensor | None = None  # [], of who enters blocks, mean over them; in training only
     routing_entropy: Tensor | None = None  # [], of beliefs, share of ln E, mean over routed layers
     routing_weights: tuple[Tensor, ...] | None = None  # [B, T, E] or [B, T, G, E] per layer
@@ -67,6 +68,7 @@ class RoutedCausalLMOutput(ModelOutput):
     kl: Tensor | None = None  # [] nats, mean over routed layers and tokens
     projected_cost: Tensor | None = None  # [], mean over all layers and tokens
     routed_cost: Tensor | None = None  # [], of evaluation's routes, mean over routed layers
+    routed_projected_cost: Tensor | None = None  # [], as projected_cost, over routed layers only
     depth_loss: Tensor | None = None  # [], of who enters blocks, mean over them; in training only
     routing_entropy: Tensor | None = None  # [], of beliefs, share of ln E, mean over routed layers
     logits: Tensor | None = None  # [B, T, V]
@@ -187,7 +189,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             output_losses: Return ``kl`` and ``projected_cost``.
             output_routed_cost: Return ``routed_cost``: the cost of the experts most believed in,
                 which are those that hard routing executes in evaluation; mean over tokens and
-                routed layers.
+                routed layers. And ``routed_projected_cost``: ``projected_cost`` of these layers.
             output_routing_entropy: Return ``routing_entropy``: that of the expected weights, also
                 where one expert was drawn from them, as a share of ln E; mean over tokens and
                 routed layers, 0 if there are none.
@@ -265,6 +267,11 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             ),
             routed_cost=(
                 _mean_of([o.evaluated_cost for o in routed], new_mask, x)
+                if output_routed_cost
+                else None
+            ),
+            routed_projected_cost=(
+                _mean_of([o.projected_cost for o in routed], new_mask, x)
                 if output_routed_cost
                 else None
             ),
@@ -390,6 +397,7 @@ class MetaAttentionForCausalLM(MetaAttentionPreTrainedModel, GenerationMixin):
             kl=hidden.kl,
             projected_cost=hidden.projected_cost,
             routed_cost=hidden.routed_cost,
+            routed_projected_cost=hidden.routed_projected_cost,
             depth_loss=hidden.depth_loss,
             routing_entropy=hidden.routing_entropy,
             logits=logits,

@@ -111,6 +111,11 @@ class Settings(RunSettings):
             raise ConfigError(
                 "empirical_prior must have a prior to estimate, got a prior_free controller"
             )
+        if self.hold > 0.0 and self.target_cost is None:
+            raise ConfigError(
+                f"hold must have a target_cost to hold the cost up to, got {self.hold} and none; "
+                "give one, or leave hold out"
+            )
         check_settling(self.settle_drop, self.settle_steps)
         self._check_task()
 
@@ -359,10 +364,11 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     shorter run than the recipe's has a warm-up of at most a tenth of it; experts for all layers
     replace those per layer; without full attention nothing starts on it; where nothing is routed,
     or softly, there is no target and nothing is held up to it; routes that learn from the chosen
-    expert alone are drawn to the end; what presses a prior-free controller is its cost, when the KL
-    would have; and a KL weight that is given alone presses in place of the recipe's cost, as the KL
-    does where routes are not hard. A task of text takes the place of one with a vocabulary of its
-    own, or the other way round, together with a tokenizer.
+    expert alone are drawn to the end; experts with projections of their own are chosen per token;
+    what presses a prior-free controller is its cost, when the KL would have; and a KL weight that
+    is given alone presses in place of the recipe's cost, as the KL does where routes are not hard.
+    A task of text takes the place of one with a vocabulary of its own, or the other way round,
+    together with a tokenizer.
     """
     if recipe not in RECIPES:
         raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
@@ -387,8 +393,12 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     is_static = all(len(layer) == 1 for layer in layers)
     if is_static or not is_hard:
         changed.setdefault("target_cost", None)
+    if changed.get("target_cost", settings.target_cost) is None:
+        changed.setdefault("hold", 0.0)
     if changed.get("route_gradient") == "chosen":
         changed.setdefault("argmax_from", 1.0)
+    if changed.get("shared_projections") is False:
+        changed.setdefault("route_granularity", "token")
     if changed.get("task") is not None:
         own = "task" if not TaskSpec.parse(changed["task"]).is_text else "characters"
         if "task" in (own, settings.tokenizer):

@@ -2,7 +2,8 @@
 
 The loss of a batch does not depend on how it is computed: on one process or several, at once or
 in accumulated parts. The task loss is a mean over all predicted tokens of the batch, the KL and
-the cost are means over all its tokens, each counted once.
+the cost are means over all its tokens, each counted once. Only what holds a cost up to its target
+is of each part by itself, and then the mean of these: a square does not add up.
 
 Shapes: B batch, T sequence, F figures of a row.
 """
@@ -64,7 +65,9 @@ class MetaAttentionTrainer(LastingTrainer):
             :class:`Economy`.
         cost_path: Lead the cost to its target along a path; likewise.
         hold: Weight of what keeps the cost from falling below its target; see ``RunSettings``.
-        argmax_from: Share of training after which routes are not drawn any more.
+            Without a target there is nothing to hold.
+        argmax_from: Share of training after which routes are not drawn any more; 1: drawn to the
+            end. When training ends, the config has its ``training_weights`` again.
         settle_drop: When the task loss counts as settled, for schedules that wait for it; see
             :class:`Economy`.
         settle_steps: Likewise.
@@ -142,11 +145,6 @@ class MetaAttentionTrainer(LastingTrainer):
         self._need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
         if target_cost is not None:
             self._check_target(target_cost)
-        # parts of the mean cost over all layers
-        static = [layer[0] for layer in self._tally.costs if len(layer) == 1]
-        num_layers = len(self._tally.costs)
-        self._static_cost = sum(static) / num_layers
-        self._routed_share = max(1, num_layers - len(static)) / num_layers
         # sums of figures since the log was last written, and their names
         self._parts: Tensor | None = None
         self._names: tuple[str, ...] = ()
@@ -202,11 +200,9 @@ class MetaAttentionTrainer(LastingTrainer):
         return [self._weights[name] for name in ("kl_weight", "cost_weight", "hold_weight")]
 
     def _below_target(self, cost: Tensor) -> Tensor:
-        """Square of the share by which routed layers cost less than their target, or 0."""
-        if self.economy.target is None:
-            return torch.zeros_like(cost)
-        routed = (cost - self._static_cost) / self._routed_share
-        return (1.0 - routed / self.economy.target).clamp(min=0.0).square()
+        """Square of the share by which routed layers, of this cost, are below their target."""
+        assert self.economy.target is not None
+        return (1.0 - cost / self.economy.target).clamp(min=0.0).square()
 
     def _check_target(self, target: float) -> None:
         if not self._is_hard:
@@ -263,6 +259,15 @@ class MetaAttentionTrainer(LastingTrainer):
         self._end_step(step, inputs)
         return (step.loss, step.out) if return_outputs else step.loss
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's. The model's config is then what it was, also if routes were not drawn."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._argmax_from < 1.0:
+                config = self.config_of(self.accelerator.unwrap_model(self.model))
+                config.training_weights = self._draws
+
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
@@ -291,15 +296,19 @@ class MetaAttentionTrainer(LastingTrainer):
             inner: Any = self.accelerator.unwrap_model(model)
             threshold = self.economy.value(self.uncertainty_threshold, self.state.global_step)
             inner.set_uncertainty_threshold(threshold)
-        config = self.config_of(self.accelerator.unwrap_model(model))
-        config.training_weights = self._draws if self._is_drawn else "mean"
+        if self._argmax_from < 1.0:
+            config = self.config_of(self.accelerator.unwrap_model(model))
+            config.training_weights = self._draws if self._is_drawn else "mean"
         self._weights = self._weights_after(self.state.global_step)
         return self.is_logged_step(self.state.global_step + 1)
 
     @property
     def _is_drawn(self) -> bool:
         """Whether routes of the next step are still drawn, where they are at all."""
-        return self.state.global_step < self._argmax_from * self.state.max_steps
+        # steps of training: a loss that is asked for before or after it is of routes that are drawn
+        num_steps = self.state.max_steps
+        late = self.is_in_train and self.state.global_step >= self._argmax_from * num_steps
+        return self._argmax_from == 1.0 or not late
 
     def _objective(
         self,
@@ -318,7 +327,9 @@ class MetaAttentionTrainer(LastingTrainer):
         out = self.run_model(model, inputs, output_routing=is_logged, output_routed_cost=is_steered)
         task, kl, cost = out.task_loss, out.kl, out.projected_cost
         routed_cost = out.routed_cost if is_steered else cost.detach()
-        held = hold_weight * self._below_target(cost)
+        held = torch.zeros_like(cost)
+        if self._hold and is_steered:
+            held = hold_weight * self._below_target(out.routed_projected_cost)
         parts = 1
         if num_items is not None:
             # Trainer takes a loss that knows this count as it is; gradients of processes are
@@ -569,9 +580,13 @@ class MetaAttentionTrainer(LastingTrainer):
     ) -> None:
         """With the setting that a run began with, also when routes are not drawn any more."""
         config = self.config_of(self.accelerator.unwrap_model(self.model))
-        now, config.training_weights = config.training_weights, self._draws
-        super()._save(output_dir, state_dict)
-        config.training_weights = now
+        now = config.training_weights
+        if self._argmax_from < 1.0:
+            config.training_weights = self._draws
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            config.training_weights = now
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.economy.is_watched:

@@ -52,6 +52,7 @@ class RouterOutput:
     kl: Tensor
     projected_cost: Tensor
     routed_cost: Tensor
+    routed_projected_cost: Tensor
     routing_weights: list[Tensor] | None
     concentrations: list[Tensor | None] | None
     figures: dict[str, Tensor]
@@ -142,6 +143,8 @@ class RouterTrainer(MetaAttentionTrainer):
             record.kl,
             cost,
             record.routed_cost if output_routed_cost else cost.detach(),
+            # what is recorded is routed
+            cost,
             weights,
             concentrations,
             {"divergence": divergence, "lm_loss": loss, "base_loss": base_loss},
