@@ -8,7 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from meta_attention.cli.train import Controller, RouteGradient, RouteGranularity
+from meta_attention.cli.train import (
+    ArgmaxFrom,
+    Controller,
+    Hold,
+    RouteGradient,
+    RouteGranularity,
+)
 from meta_attention.errors import ConfigError
 
 EXAMPLES = """\b
@@ -123,13 +129,8 @@ def adapt(
     cost_weight: Annotated[
         str | None, _flag("weight of the cost, which the target steers: a schedule")
     ] = None,
-    hold: Annotated[
-        float | None, _flag("weight of what keeps the cost from falling below its target", min=0.0)
-    ] = None,
-    argmax_from: Annotated[
-        float | None,
-        _flag("share of training after which routes are not drawn any more", min=0.0, max=1.0),
-    ] = None,
+    hold: Hold = None,
+    argmax_from: ArgmaxFrom = None,
     experts: Annotated[
         str | None,
         _flag(

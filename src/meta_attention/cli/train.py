@@ -146,6 +146,16 @@ def _flag(text: str, *names: str, **limits: Any) -> Any:
     return typer.Option(*names, help=text, show_default=False, **limits)
 
 
+# of adapt as well
+Hold = Annotated[
+    float | None, _flag("weight of what keeps the cost from falling below its target", min=0.0)
+]
+ArgmaxFrom = Annotated[
+    float | None,
+    _flag("share of training after which routes are not drawn any more", min=0.0, max=1.0),
+]
+
+
 def train(
     recipe: Annotated[
         Recipe | None,
@@ -210,13 +220,8 @@ def train(
         float | None,
         _flag("share of full attention's cost in routed layers to steer to, see below; 0: none"),
     ] = None,
-    hold: Annotated[
-        float | None, _flag("weight of what keeps the cost from falling below its target", min=0.0)
-    ] = None,
-    argmax_from: Annotated[
-        float | None,
-        _flag("share of training after which routes are not drawn any more", min=0.0, max=1.0),
-    ] = None,
+    hold: Hold = None,
+    argmax_from: ArgmaxFrom = None,
     settle_drop: Annotated[
         float | None, _flag("a loss that falls by less than this share has settled, see below")
     ] = None,
