@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_training_step import capture
 from study_data import Cache
 from study_evaluation import evaluate
 from study_training import PLAIN_STEPS, Training
@@ -248,15 +249,11 @@ def _step_ms(training: Training, repeats: int) -> float:
     return _median_ms(step, training.device, repeats)
 
 
-def captured(call: Callable[[], None]) -> Callable[[], None]:
+def captured(call: Callable[[], None]) -> Callable[[], object]:
     """A call as a graph that is replayed."""
     for _ in range(3):
         call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    return capture(call)
 
 
 def _median_ms(call: Any, device: str, repeats: int) -> float:

@@ -182,7 +182,7 @@ class Training:
             cost=out.projected_cost,
             cost_weight=self.knobs["cost_weight"],
         )
-        loss = loss + self.knobs["hold"] * self.below_target(out.routed_projected_cost)
+        loss = loss + self.knobs["hold"] * self.economy.below_target(out.routed_projected_cost)
         if out.depth_loss is not None:
             loss = loss + self.model.config.depth_weight * out.depth_loss
         loss.backward()
@@ -231,16 +231,6 @@ class Training:
             "step_ms": 1e3 * seconds / num_steps,
             "tokens_per_s": num_steps * self.scale.batch_size * self.scale.length / seconds,
         }
-
-    def below_target(self, cost: Tensor) -> Tensor:
-        """Square of the share by which routed layers, of this cost, are below their target, or 0.
-
-        What makes routes cheap can only press less, never pull back: in a short run they fell far
-        below every target and stayed there. Which tokens to spend the rest on is left to the task.
-        """
-        if self.variant.target is None:
-            return torch.zeros_like(cost)
-        return (1.0 - cost / self.variant.target).clamp(min=0.0).square()
 
     def save(self, path: Path) -> None:
         state = {

@@ -58,7 +58,7 @@ class Scale:
     cost_weight: float = 0.2
     tilted_kl: float = 0.1  # share of kl_weight that tilted variants keep
     router_lr: float = 3.0  # of controllers, which begin late, as a multiple of lr
-    hold: float = 1.0  # weight of falling below the target; see Training.below_target
+    hold: float = 1.0  # weight of falling below the target; see Economy.below_target
     short_conv: int = 3  # taps of the convolution before attention, 0 for none
     argmax_from: float = 1.0  # share of the steps after which routes are no longer drawn
     repeat: int = 1  # train on 1/repeat of the text, so that equal steps see it more often

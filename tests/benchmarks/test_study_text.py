@@ -209,8 +209,8 @@ def test_only_a_cost_below_the_target_is_held_up(ending, cache):
     # a new model is on full attention in its routed layer
     (entered,) = [w.sum(-1).mean() for w in out.routing_weights if w.shape[-1] > 1]
     assert cost == pytest.approx(entered.item())
-    assert training.below_target(torch.tensor(1.0)) == 0.0
-    torch.testing.assert_close(training.below_target(torch.tensor(0.2)), torch.tensor(0.25))
+    assert training.economy.below_target(torch.tensor(1.0)) == 0.0
+    torch.testing.assert_close(training.economy.below_target(torch.tensor(0.2)), torch.tensor(0.25))
 
 
 def test_nothing_is_held_up_before_anything_presses(cache):

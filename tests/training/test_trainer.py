@@ -441,7 +441,7 @@ def test_a_cost_below_its_target_is_held_up_from_when_it_is_pressed(tmp_path):
     (local,), (full, cheap) = trainer._tally.costs
     assert full == 1.0
     assert local == pytest.approx(cheap)
-    held = trainer._below_target(torch.tensor([1.0, 0.6, 0.3]))
+    held = trainer.economy.below_target(torch.tensor([1.0, 0.6, 0.3]))
     torch.testing.assert_close(held, torch.tensor([0.0, 0.0, 0.25]))
     assert [trainer._weights_after(step)["hold_weight"] for step in (0, 3, 4)] == [0.0, 0.0, 3.0]
     trainer.train()

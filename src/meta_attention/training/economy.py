@@ -13,6 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from meta_attention.errors import ConfigError
 from meta_attention.training.schedule import Schedule
 
@@ -114,6 +117,16 @@ class Economy:
         """Whether the pressure is on, or is on throughout."""
         pressure = self.pressure
         return pressure.is_constant or self.value(pressure, step) != pressure.start
+
+    def below_target(self, cost: Tensor) -> Tensor:
+        """Square of the share by which routed layers, of this cost, are below their target, or 0.
+
+        What makes routes cheap can only press less, never pull back: in a short run they fell far
+        below every target and stayed there. Which tokens to spend the rest on is left to the task.
+        """
+        if self.target is None:
+            return torch.zeros_like(cost)
+        return (1.0 - cost / self.target).clamp(min=0.0).square()
 
     def observe(self, step: int, loss: float, cost: float, believed: float | None = None) -> None:
         """Take note of a window.

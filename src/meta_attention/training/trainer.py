@@ -199,11 +199,6 @@ class MetaAttentionTrainer(LastingTrainer):
     def _step_weights(self) -> list[float]:
         return [self._weights[name] for name in ("kl_weight", "cost_weight", "hold_weight")]
 
-    def _below_target(self, cost: Tensor) -> Tensor:
-        """Square of the share by which routed layers, of this cost, are below their target."""
-        assert self.economy.target is not None
-        return (1.0 - cost / self.economy.target).clamp(min=0.0).square()
-
     def _check_target(self, target: float) -> None:
         if not self._is_hard:
             raise ConfigError(
@@ -305,10 +300,9 @@ class MetaAttentionTrainer(LastingTrainer):
     @property
     def _is_drawn(self) -> bool:
         """Whether routes of the next step are still drawn, where they are at all."""
-        # steps of training: a loss that is asked for before or after it is of routes that are drawn
-        num_steps = self.state.max_steps
-        late = self.is_in_train and self.state.global_step >= self._argmax_from * num_steps
-        return self._argmax_from == 1.0 or not late
+        # a loss that is asked for before or after training is of routes that are drawn
+        late = self.state.global_step >= self._argmax_from * self.state.max_steps
+        return self._argmax_from == 1.0 or not (late and self.is_in_train)
 
     def _objective(
         self,
@@ -329,7 +323,7 @@ class MetaAttentionTrainer(LastingTrainer):
         routed_cost = out.routed_cost if is_steered else cost.detach()
         held = torch.zeros_like(cost)
         if self._hold and is_steered:
-            held = hold_weight * self._below_target(out.routed_projected_cost)
+            held = hold_weight * self.economy.below_target(out.routed_projected_cost)
         parts = 1
         if num_items is not None:
             # Trainer takes a loss that knows this count as it is; gradients of processes are
@@ -338,12 +332,7 @@ class MetaAttentionTrainer(LastingTrainer):
             task = task * (num_predicted * self.args.world_size / num_items)
             # blocks have one length, so their parts weigh the same
             parts = self.current_gradient_accumulation_steps
-            kl, cost, routed_cost, held = (
-                kl / parts,
-                cost / parts,
-                routed_cost / parts,
-                held / parts,
-            )
+            kl, cost, routed_cost, held = (x / parts for x in (kl, cost, routed_cost, held))
         loss = routing_loss(task, kl, kl_weight=kl_weight, cost=cost, cost_weight=cost_weight)
         if self._hold:
             loss = loss + held
