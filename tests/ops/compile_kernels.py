@@ -95,6 +95,10 @@ def main():
     shared = replace(plan, is_exclusive=False)
     rows = kernel.routed_attention_triton(*narrow, shared, windows, True, None, None)
     torch.autograd.grad(rows.sum(), narrow)
+    # with sinks and full attention in one launch
+    with torch.no_grad():
+        for x in (heads, narrow):
+            kernel.routed_attention_triton(*x, plan, windows, True, None, None, 4)
     hopper.can_run = can_run
     linear_hopper.can_run = lambda *_: True
     linear_attention_triton(*narrow, None, None, None, True, None, None)

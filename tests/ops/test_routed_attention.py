@@ -417,12 +417,14 @@ def test_a_list_of_everyone_is_plain_attention(kernel_device):
     torch.testing.assert_close(rows.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_kernels_for_hopper_get_cases_without_sinks_and_soft_caps_only(monkeypatch, kernel_device):
-    """They know of neither; a scale they are given."""
+def test_kernels_for_hopper_get_cases_without_soft_caps_and_with_few_sinks_only(
+    monkeypatch, kernel_device
+):
+    """They know of neither soft-caps nor many sinks; a scale they are given."""
     asked = []
 
-    def can_run(query, is_plain, layout):
-        asked.append(is_plain)
+    def can_run(query, is_plain, num_sinks, layout):
+        asked.append((is_plain, num_sinks))
         return False
 
     monkeypatch.setattr("meta_attention.ops.routed_attention.hopper.can_run", can_run)
@@ -430,16 +432,48 @@ def test_kernels_for_hopper_get_cases_without_sinks_and_soft_caps_only(monkeypat
     inputs = [x.to(kernel_device) for x in make_inputs(case)]
     plan = make_plan(case, kernel_device, "triton")
     full, both = {0: None}, case.windows
-    for windows, scores, is_plain in (
-        (both, {}, True),
-        (both, {"scale": 0.3}, True),
-        (both, {"softcap": 5.0}, False),
-        (both, {"num_sinks": 1}, False),
-        (full, {"num_sinks": 1}, True),  # nothing to an expert without a window
+    for windows, scores, expected in (
+        (both, {}, (True, 0)),
+        (both, {"scale": 0.3}, (True, 0)),
+        (both, {"softcap": 5.0}, (False, 0)),
+        (both, {"num_sinks": 1}, (True, 1)),
+        (full, {"num_sinks": 1}, (True, 0)),  # nothing to an expert without a window
     ):
         with torch.no_grad():
             routed_attention(*inputs, plan, windows, causal=True, impl="triton", **scores)
-        assert asked.pop() == is_plain, scores
+        assert asked.pop() == expected, scores
+
+
+# up to 16 sinks are a tile of their own there
+SINK_CASES = [
+    Case(T=600, P=64, num_sinks=4, window=100),
+    Case(T=600, P=128, num_sinks=16, window=20, routes="local"),
+    Case(T=600, P=64, num_sinks=17, window=20),
+    Case(T=600, P=64, num_sinks=1, window=200, routes="full"),
+    Case(T=300, P=64, num_sinks=4, window=1000),
+    Case(T=1000, P=64, num_sinks=4, window=3, H=6, K=2, G=2),
+    Case(T=9, P=64, num_sinks=16, window=2),
+    Case(T=5, P=64, num_sinks=4, window=2, B=3),
+    Case(T=130, P=128, past=700, num_sinks=4, window=100),
+    Case(T=400, P=64, num_sinks=4, window=50, is_exclusive=False),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SINK_CASES, ids=str)
+def test_sinks_are_seen_with_and_without_gradients(case):
+    """Without gradients all lists are one launch, with them full attention has its own."""
+    rounded = [x.float() for x in make_inputs(case, torch.bfloat16)]
+    exact = run(case, [x.double() for x in rounded], "reference")
+    plain = define(case, torch.bfloat16)
+    inputs = [x.to("cuda", torch.bfloat16) for x in rounded]
+    check(run(case, inputs, "triton"), exact, plain)
+    with torch.no_grad():
+        plan = make_plan(case, "cuda", "triton")
+        rows = routed_attention(
+            *inputs, plan, case.windows, causal=True, impl="triton", **case.scores
+        )
+    assert_within_error_budget("rows", rows.cpu(), exact["rows"], plain["rows"])
 
 
 @pytest.mark.gpu

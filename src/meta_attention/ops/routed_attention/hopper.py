@@ -6,7 +6,8 @@ cores multiply the weights of the tile before with their values. Triton's own co
 overlap these, so this kernel is written in Gluon, its lower-level dialect.
 
 It covers causal attention in half precision without padding or documents, for head widths of 64
-and 128: see ``can_run``. ``kernel.py`` covers everything and is the definition of what this does.
+and 128, with at most 16 sinks: see ``can_run``. ``kernel.py`` covers everything and is the
+definition of what this does.
 """
 
 from functools import lru_cache
@@ -30,6 +31,8 @@ from meta_attention.ops.routed_attention.forward import LOG2_E
 
 QUERIES = 128
 KEYS = 128
+# keys of a tile of sinks, the fewest that a product of weights and values takes
+SINKS = 16
 
 # renamed between the versions of Triton we run on
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -118,6 +121,39 @@ def load_keys(
         mbarrier.wait(v_free.index(stage), lap)
         mbarrier.expect(v_ready.index(stage), v_desc.block_type.nbytes)
         copy_tile(v_desc, [row + i * KEYS, column], v_ready.index(stage), v_tiles.index(stage))
+
+
+@gluon.jit
+def load_sinks_and_keys(
+    k_desc,
+    v_desc,
+    k_sinks_desc,
+    v_sinks_desc,
+    k_tiles,
+    v_tiles,
+    k_ready,
+    v_ready,
+    k_free,
+    v_free,
+    k_sinks,
+    v_sinks,
+    sinks_ready,
+    first_row,
+    begin,
+    column,
+    num_tiles,
+    NUM_SINKS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    if NUM_SINKS > 0:
+        mbarrier.expect(sinks_ready, 2 * k_sinks_desc.block_type.nbytes)
+        copy_tile(k_sinks_desc, [first_row, column], sinks_ready, k_sinks)
+        copy_tile(v_sinks_desc, [first_row, column], sinks_ready, v_sinks)
+    load_keys(
+        k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, first_row + begin,
+        column, num_tiles, KEYS, STAGES,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -215,6 +251,45 @@ def skip_tiles(k_ready, v_ready, k_free, v_free, first, last, STAGES: gl.constex
 
 
 @gluon.jit
+def attend_sinks(
+    acc,
+    q_tile,
+    k_sinks,
+    v_sinks,
+    at,
+    window,
+    scale,
+    ROWS: gl.constexpr,
+    NUM_SINKS: gl.constexpr,
+    SINKS: gl.constexpr,
+    WEIGHTS: gl.constexpr,
+):
+    """Begin a softmax with the sinks that lie before the windows of its rows."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SINKS, 16]
+    )
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    scores = warpgroup_mma(
+        q_tile,
+        k_sinks.permute((1, 0)),
+        gl.zeros([ROWS, SINKS], gl.float32, SCORES),
+        use_acc=False,
+        is_async=True,
+    )
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    stop = gl.minimum(gl.convert_layout(at, ROW) - window, NUM_SINKS)
+    s = gl.arange(0, SINKS, layout=gl.SliceLayout(0, SCORES))
+    scores = gl.where(gl.expand_dims(s, 0) < gl.expand_dims(stop, 1), scores, -float("inf"))
+    top = gl.full([ROWS], -float("inf"), gl.float32, ROW)
+    total = gl.zeros([ROWS], gl.float32, ROW)
+    weights, top, total, _shrink = weigh(scores, top, total, scale, True)
+    weights = gl.convert_layout(weights.to(v_sinks.dtype), WEIGHTS)
+    acc = warpgroup_mma(weights, v_sinks, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc, top, total
+
+
+@gluon.jit
 def attend_rows(
     q_ptr,
     rows_ptr,
@@ -227,6 +302,9 @@ def attend_rows(
     v_ready,
     k_free,
     v_free,
+    k_sinks,
+    v_sinks,
+    sinks_ready,
     entry,
     count,
     window,
@@ -236,6 +314,8 @@ def attend_rows(
     stride_qt,
     stride_rt,
     scale,
+    NUM_SINKS: gl.constexpr,
+    SINKS: gl.constexpr,
     KEYS: gl.constexpr,
     WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
@@ -268,6 +348,13 @@ def attend_rows(
     total = gl.zeros([ROWS], gl.float32, ROW)
     acc = gl.zeros([ROWS, WIDTH], gl.float32, OUT)
     empty = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    if NUM_SINKS > 0:
+        mbarrier.wait(sinks_ready, 0)
+        acc, top, total = attend_sinks(
+            acc, q_tile, k_sinks, v_sinks, at, window, scale, ROWS, NUM_SINKS, SINKS, WEIGHTS
+        )
+        top = gl.convert_layout(top, ROW)
+        total = gl.convert_layout(total, ROW)
 
     # tiles of keys that some of these rows see, and within them those that all see whole
     lowest = gl.load(order + gl.minimum(entry, count - 1)) + past
@@ -287,8 +374,10 @@ def attend_rows(
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_free.index(stage), count=1)
     scores = hide(scores, begin + first * KEYS, at, window, s)
-    weights, top, total, _shrink = weigh(scores, top, total, scale, True)
+    weights, top, total, shrink = weigh(scores, top, total, scale, True)
     weights = gl.convert_layout(weights.to(dtype), WEIGHTS)
+    if NUM_SINKS > 0:
+        acc = acc * gl.expand_dims(gl.convert_layout(shrink, OUT_ROW), 1)
     following = first + 1
     mbarrier.wait(
         k_ready.index(following % STAGES), (following // STAGES) & 1, pred=following < last
@@ -335,6 +424,8 @@ def routed_attention_hopper_kernel(
     q_ptr,
     k_desc,
     v_desc,
+    k_sinks_desc,
+    v_sinks_desc,
     rows_ptr,
     lse_ptr,
     lists_ptr,
@@ -363,6 +454,8 @@ def routed_attention_hopper_kernel(
     NUM_LISTS: gl.constexpr,
     SPREAD: gl.constexpr,
     QUERIES: gl.constexpr,
+    NUM_SINKS: gl.constexpr,
+    SINKS: gl.constexpr,
     KEYS: gl.constexpr,
     WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
@@ -386,7 +479,7 @@ def routed_attention_hopper_kernel(
         buffer = batch * 0 + slot
         rows_ptr += buffer * stride_rn + batch * stride_rb + head * stride_rh
         lse_ptr += buffer * stride_ln + (batch * H + head) * T
-        row = b * desc_rows_b + kv * desc_rows_h + begin
+        first_row = b * desc_rows_b + kv * desc_rows_h
         column = kv * desc_columns_h
 
         dtype: gl.constexpr = k_desc.dtype
@@ -398,6 +491,15 @@ def routed_attention_hopper_kernel(
         v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        # without sinks these are never looked at, and take the place of nothing
+        k_sinks = k_tiles.index(0)
+        v_sinks = v_tiles.index(0)
+        sinks_ready = k_ready.index(0)
+        if NUM_SINKS > 0:
+            k_sinks = gl.allocate_shared_memory(dtype, [SINKS, WIDTH], k_sinks_desc.layout)
+            v_sinks = gl.allocate_shared_memory(dtype, [SINKS, WIDTH], v_sinks_desc.layout)
+            sinks_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+            mbarrier.init(sinks_ready, count=1)
         for i in gl.static_range(STAGES):
             mbarrier.init(k_ready.index(i), count=1)
             mbarrier.init(v_ready.index(i), count=1)
@@ -412,23 +514,26 @@ def routed_attention_hopper_kernel(
                     attend_rows,
                     (
                         q_ptr, rows_ptr, lse_ptr, order, q_tiles.index(0), k_tiles, v_tiles,
-                        k_ready, v_ready, k_free, v_free, entry, count, window, past, begin,
-                        num_key_tiles, stride_qt, stride_rt, factor, KEYS, WIDTH, STAGES,
+                        k_ready, v_ready, k_free, v_free, k_sinks, v_sinks, sinks_ready, entry,
+                        count, window, past, begin, num_key_tiles, stride_qt, stride_rt, factor,
+                        NUM_SINKS, SINKS, KEYS, WIDTH, STAGES,
                     ),
                 ),
                 (
                     attend_rows,
                     (
                         q_ptr, rows_ptr, lse_ptr, order, q_tiles.index(1), k_tiles, v_tiles,
-                        k_ready, v_ready, k_free, v_free, entry + 64, count, window, past, begin,
-                        num_key_tiles, stride_qt, stride_rt, factor, KEYS, WIDTH, STAGES,
+                        k_ready, v_ready, k_free, v_free, k_sinks, v_sinks, sinks_ready, entry + 64,
+                        count, window, past, begin, num_key_tiles, stride_qt, stride_rt, factor,
+                        NUM_SINKS, SINKS, KEYS, WIDTH, STAGES,
                     ),
                 ),
                 (
-                    load_keys,
+                    load_sinks_and_keys,
                     (
-                        k_desc, v_desc, k_tiles, v_tiles, k_ready, v_ready, k_free, v_free, row,
-                        column, num_key_tiles, KEYS, STAGES,
+                        k_desc, v_desc, k_sinks_desc, v_sinks_desc, k_tiles, v_tiles, k_ready,
+                        v_ready, k_free, v_free, k_sinks, v_sinks, sinks_ready, first_row, begin,
+                        column, num_key_tiles, NUM_SINKS, KEYS, STAGES,
                     ),
                 ),
             ],
@@ -437,13 +542,14 @@ def routed_attention_hopper_kernel(
         )  # fmt: skip
 
 
-def can_run(query: Tensor, is_plain: bool, layout: object) -> bool:
+def can_run(query: Tensor, is_plain: bool, num_sinks: int, layout: object) -> bool:
     """Whether this kernel covers the case: causal, nothing masked, keys in a layout it can copy.
 
-    Plain is a case without padding, documents, sinks or a soft-cap.
+    Plain is a case without padding, documents or a soft-cap.
     """
     return (
         is_plain
+        and num_sinks <= SINKS
         and layout is not None
         and query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -494,9 +600,14 @@ def launch_forward(
     strides: tuple[int, ...],
     scale: float,
     spread: int,
+    num_sinks: int,
 ) -> None:
     B, _, H, P = query.shape
-    described = (describe(key, shape, (KEYS, P)), describe(value, shape, (KEYS, P)))
+    described = [describe(x, shape, (KEYS, P)) for x in (key, value)]
+    if num_sinks:
+        described += (describe(x, shape, (SINKS, P)) for x in (key, value))
+    else:
+        described += described  # not read
     launch(
         routed_attention_hopper_kernel,
         (num_tiles * B * H, 1, 1),
@@ -506,6 +617,8 @@ def launch_forward(
             "NUM_LISTS": lists.shape[0],
             "SPREAD": spread,
             "QUERIES": QUERIES,
+            "NUM_SINKS": num_sinks,
+            "SINKS": SINKS,
             "KEYS": KEYS,
             "WIDTH": P,
             "STAGES": 256 // P,

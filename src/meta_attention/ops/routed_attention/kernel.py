@@ -188,8 +188,10 @@ class _Launch:
         self.layout = as_matrix(key)
         if key.stride() != value.stride() or value.data_ptr() % 16:
             self.layout = None
-        is_plain = causal and marks is None and not self.num_sinks and not self.softcap
-        self.is_hopper = hopper.can_run(query, is_plain, self.layout)
+        is_plain = causal and marks is None and not self.softcap
+        self.is_hopper = hopper.can_run(query, is_plain, self.num_sinks, self.layout)
+        # its gradients know no sinks
+        self.is_hopper_backward = self.is_hopper and not self.num_sinks
 
     def _mark_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         # the counts stand in for pointers that are not read
@@ -253,6 +255,7 @@ class _Launch:
                 strides,
                 self.scale,
                 SPREAD,
+                self.num_sinks,
             )
             return
         tiles = self._tiles("forward")
@@ -291,7 +294,7 @@ class _Launch:
     def backward(self, rows: Tensor, d_rows: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq = torch.zeros(self.query.shape, dtype=self.query.dtype, device=self.query.device)
         tiles = self._tiles("query gradient")
-        queries = hopper_query_gradient.QUERIES if self.is_hopper else tiles.queries
+        queries = hopper_query_gradient.QUERIES if self.is_hopper_backward else tiles.queries
         packed_rows = self._num_tiles(queries, len(self.windows)) * queries
         packed_heads = [
             self.query.new_empty(self.B * self.H * packed_rows, self.P) for _ in ("query", "d_out")
@@ -305,7 +308,7 @@ class _Launch:
             if not self.plan.is_exclusive:
                 of_slot = (rows[slot], d_rows[slot], lse[slot])
             lists = self.lists[slot:] if slot else self.lists
-            if self.is_hopper:
+            if self.is_hopper_backward:
                 assert self.layout is not None
                 hopper_query_gradient.launch_query_gradient(
                     self.query,
@@ -374,7 +377,7 @@ class _Launch:
     ) -> tuple[Tensor, Tensor]:
         dk = torch.empty(self.key.shape, dtype=self.key.dtype, device=self.key.device)
         dv = torch.empty(self.value.shape, dtype=self.value.dtype, device=self.value.device)
-        if self.is_hopper:
+        if self.is_hopper_backward:
             assert self.layout is not None
             hopper_backward.launch_key_gradients(
                 self.key,
@@ -481,7 +484,7 @@ def routed_attention_triton(
             f"key and value must be {query.dtype} like query, got {key.dtype} and {value.dtype}"
         )
     query, key, value = (last_contiguous(x) for x in (query, key, value))
-    if num_sinks and _is_split(query, key, windows, causal, mask, softcap):
+    if num_sinks and _is_split(query, key, windows, causal, mask, num_sinks, softcap):
         return _split(query, key, value, plan, windows, rows, num_sinks, scale)
     pairs = _order(tuple(windows.items()), plan.is_exclusive)
     if rows is None:
@@ -499,12 +502,16 @@ def _is_split(
     windows: Mapping[int, int | None],
     causal: bool,
     mask: Tensor | None,
+    num_sinks: int,
     softcap: float | None,
 ) -> bool:
     """Whether lists without a window, which have no sinks of their own, have a faster kernel."""
-    is_plain = causal and mask is None and not softcap
     is_mixed = len({window is None for window in windows.values()}) == 2
-    return is_mixed and hopper.can_run(query, is_plain, as_matrix(key))
+    is_plain = causal and mask is None and not softcap
+    layout = as_matrix(key)
+    if not is_mixed or not hopper.can_run(query, is_plain, 0, layout):
+        return False
+    return torch.is_grad_enabled() or not hopper.can_run(query, is_plain, num_sinks, layout)
 
 
 def _split(
