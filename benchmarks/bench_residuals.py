@@ -105,7 +105,8 @@ def profile_step(
     is_cuda = args.device == "cuda"
     activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
     one = argparse.Namespace(**vars(args) | {"warmup": 0, "steps": 1})
-    with profile(activities=[activity]) as recorded:
+    # torch 2.11 warns of cycles, of which there is but one, unless all events are kept
+    with profile(activities=[activity], acc_events=True) as recorded:
         time_steps(model, optimiser, ids, one)
     rows = []
     for event in recorded.key_averages():

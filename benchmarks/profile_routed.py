@@ -26,7 +26,8 @@ def kernel_times(call: Callable[[], object]) -> dict[str, float]:
     for _ in range(WARM_UP):
         call()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    # torch 2.11 warns of cycles, of which there is but one, unless all events are kept
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         for _ in range(RUNS):
             call()
         torch.cuda.synchronize()

@@ -123,7 +123,7 @@ class Training:
         return self.text[starts + torch.arange(T, device=self.device)].long()
 
     def step(self) -> Tensor:
-        """One step; task loss, KL, projected and routed cost, routing entropy, on the device."""
+        """One step; what :meth:`window` takes the means of, on the device."""
         # text and routes of a step depend on nothing before it
         torch.manual_seed(1_000_003 * (self.seed + 1) + self.steps_done)
         self.ids.copy_(self.batch())
@@ -186,10 +186,10 @@ class Training:
         if out.depth_loss is not None:
             loss = loss + self.model.config.depth_weight * out.depth_loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimiser.step()
         costs = (out.projected_cost, out.routed_cost, out.routed_projected_cost)
-        return torch.stack([out.task_loss, out.kl, *costs, out.routing_entropy]).detach()
+        return torch.stack([out.task_loss, out.kl, *costs, out.routing_entropy, norm]).detach()
 
     def _capture(self) -> None:
         """Record a step, to be replayed: short kernels would wait for the host to launch them."""
@@ -202,7 +202,7 @@ class Training:
     def window(self) -> dict[str, float]:
         """The steps up to the next multiple of ``WINDOW`` or the end, and their means."""
         begin, first = time.perf_counter(), self.steps_done
-        total = torch.zeros(6, device=self.device)
+        total = torch.zeros(7, device=self.device)
         while True:
             total += self.step()
             if self.steps_done % WINDOW == 0 or self.steps_done == self.scale.steps:
@@ -210,7 +210,7 @@ class Training:
         num_steps = self.steps_done - first
         means = (total / num_steps).tolist()
         # routes are drawn, so what was projected of routed layers is the cost of the belief
-        loss, kl, projected_cost, routed_cost, believed_cost, routing_entropy = means
+        loss, kl, projected_cost, routed_cost, believed_cost, routing_entropy, norm = means
         seconds = time.perf_counter() - begin
         self.seconds += seconds
         if not math.isfinite(loss):
@@ -225,6 +225,7 @@ class Training:
             "routed_cost": routed_cost,
             "believed_cost": believed_cost,
             "routing_entropy": 100.0 * routing_entropy,  # percent, as evaluation has it
+            "grad_norm": norm,  # before it is clipped
             "pressure": self.economy.value(self.economy.pressure, self.steps_done),
             "multiplier": self.economy.multiplier,
             "lr": learning_rate(self.scale, self.steps_done - 1),
