@@ -240,7 +240,7 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    summary = study_adapt_report.report(args.runs, is_quiet=args.json)
+    summary = study_adapt_report.report(args.runs, earlier=args.earlier, is_quiet=args.json)
     if args.json:
         print(json.dumps(summary, indent=1))
     return 0
@@ -330,6 +330,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("report", help="table, adapt.json, adapt.md and the figures")
     command.add_argument("--runs", type=Path, required=True)
+    command.add_argument(
+        "--earlier", type=Path, metavar="FILE", help="adapt.json whose other rows are taken along"
+    )
     command.add_argument("--json", action="store_true", help="print the summary instead")
     command.set_defaults(call=run_report)
     return parser

@@ -55,9 +55,16 @@ OURS = tuple(name for name in FAMILIES if name.startswith("ours"))
 SCATTERED = ("random", "window")
 
 
-def report(runs: Path, *, is_quiet: bool = False) -> dict[str, Any]:
-    """Print a table; write ``adapt.json``, ``adapt.md`` and the figures."""
-    rows = read_rows(runs)
+def report(runs: Path, *, earlier: Path | None = None, is_quiet: bool = False) -> dict[str, Any]:
+    """Print a table; write ``adapt.json``, ``adapt.md`` and the figures.
+
+    Args:
+        runs: Folder of results.
+        earlier: An ``adapt.json`` of the same text whose rows are taken along, but for those that
+            the folder has anew.
+        is_quiet: Print nothing.
+    """
+    rows = read_rows(runs, earlier)
     summary: dict[str, Any] = {
         "targets": {
             "attention_share": MOST_ATTENTION,
@@ -78,7 +85,7 @@ def report(runs: Path, *, is_quiet: bool = False) -> dict[str, Any]:
     return summary
 
 
-def read_rows(runs: Path) -> list[Row]:
+def read_rows(runs: Path, earlier: Path | None = None) -> list[Row]:
     """One level of figures of every result, in the order of families and costs."""
     paths = sorted((runs / VARIANTS).glob(f"*/{RESULT}"))
     results = [json.loads(path.read_text()) for path in paths]
@@ -96,8 +103,29 @@ def read_rows(runs: Path) -> list[Row]:
         figures_of(result, base["facts"], times.get(result["variant"]["name"]))
         for result in results
     ]
+    if earlier is not None:
+        rows += _rows_of_earlier(earlier, rows, times)
     order = list(FAMILIES)
     return sorted(rows, key=lambda row: (order.index(row["family"]), row["attention_share"]))
+
+
+def _rows_of_earlier(path: Path, rows: Sequence[Row], times: Mapping[str, Any]) -> list[Row]:
+    """Rows that are not among those of now, with times of now where there are some."""
+    if not path.is_file():
+        raise DataError(f"an earlier report must be a file adapt.json, and there is no {path}")
+    before = json.loads(path.read_text())["rows"]
+    base_now, base_before = (
+        next(row for row in both if row["family"] == "base") for both in (rows, before)
+    )
+    for name in ("length", "num_sequences", "loss", "accuracy"):
+        if base_now[name] != base_before[name]:
+            raise DataError(
+                f"rows of {path} must be of the same base and text, but its base has {name} "
+                f"{base_before[name]} and that of the runs {base_now[name]}"
+            )
+    names = {row["name"] for row in rows}
+    kept = [row for row in before if row["name"] not in names]
+    return [row | {"times": times.get(row["name"], row["times"])} for row in kept]
 
 
 def figures_of(

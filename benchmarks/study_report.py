@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from study_run import CONFIG, METRICS, RESULT, TIMING
-from study_variants import Scale, find_variant, place_of
+from study_variants import SCALES, Scale, find_variant, place_of
 
 from meta_attention.errors import DataError
 from meta_attention.evaluation.statistics import Figure
@@ -37,6 +37,61 @@ def report(folders: Sequence[Path]) -> dict[str, list[Row]]:
         draw_frontier(of_scale, folders[0] / f"frontier-{scale}.svg")
     (folders[0] / "report.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(f"written: {folders[0] / 'report.json'}")
+    return rows
+
+
+def draw_published(paths: Sequence[Path], scale: str, out: Path) -> list[Row]:
+    """The frontier of reports that were kept, such as those in ``benchmarks/results``."""
+    rows = published_rows(paths, scale)
+    draw_frontier(rows, out, are_times_shares=True)
+    return rows
+
+
+def published_rows(paths: Sequence[Path], scale: str) -> list[Row]:
+    """A row per variant: of the table that has most of its seeds, timed as in any of them.
+
+    Files hold tables by name. One that is named as another scale is left out.
+    """
+    found: dict[str, Row] = {}
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"a report must be a file that exists, got {str(path)!r}")
+        tables: dict[str, Any] = json.loads(path.read_text())
+        for name, table in tables.items():
+            is_table = isinstance(table, list) and all("beyond_hybrid" in row for row in table)
+            if not is_table or (name in SCALES and name != scale):
+                continue
+            for row in _with_times_as_shares(table):
+                other = found.get(row["variant"], row)
+                best = max(other, row, key=_num_compared)
+                timed = other if other["step_ms"] else row
+                times = {key: timed[key] for key in ("step_ms", "prefill_ms")}
+                found[row["variant"]] = best | times
+    if not found:
+        raise DataError(f"no table of {scale} models in {', '.join(map(str, paths))}")
+    return [found[name] for name in sorted(found, key=place_of)]
+
+
+def _num_compared(row: Row) -> int:
+    height = _height(row, True)
+    return 0 if height is None else height["n"]
+
+
+def _with_times_as_shares(table: Sequence[Row]) -> list[Row]:
+    """Rows whose times are shares of the hybrid's: those of one table are of one machine."""
+    hybrid = next((row for row in table if row["variant"] == REFERENCE), None)
+
+    def share(figure: Row | None, of: Row | None) -> Row | None:
+        return {"mean": figure["mean"] / of["mean"]} if figure and of else None
+
+    rows = []
+    for row in table:
+        step_ms = share(row["step_ms"], hybrid and hybrid["step_ms"])
+        prefill_ms = {
+            length: share(figure, hybrid and hybrid["prefill_ms"].get(length))
+            for length, figure in row["prefill_ms"].items()
+        }
+        rows.append(row | {"step_ms": step_ms, "prefill_ms": prefill_ms})
     return rows
 
 
@@ -227,11 +282,16 @@ def _families(rows: Sequence[Row]) -> dict[str, list[Row]]:
     return found
 
 
-def draw_frontier(rows: Sequence[Row], path: Path) -> None:
+def draw_frontier(rows: Sequence[Row], path: Path, *, are_times_shares: bool = False) -> None:
     """Loss against counted FLOPs, and against times that were measured alone.
 
     Where the hybrid is there, as a distance to that of the same seed: seeds differ by more than
     variants do. Variants that have no seed in common with it are left out.
+
+    Args:
+        rows: As :func:`summarise` gives them.
+        path: Where the figure goes.
+        are_times_shares: Times are shares of the hybrid's, not milliseconds.
     """
     try:
         import matplotlib
@@ -244,10 +304,11 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> None:
 
     lengths = [length for row in rows for length in row["prefill_ms"]]
     longest = max(lengths, key=int, default=None)
+    unit = f"share of {REFERENCE}'s" if are_times_shares else "ms"
     measures: dict[str, Callable[[Row], Row | None]] = {
         "counted attention FLOPs, share of full attention": lambda row: row["attention_flops"],
-        "training step, ms, alone on the device": lambda row: row["step_ms"],
-        f"prefill of {longest} tokens, ms": lambda row: row["prefill_ms"].get(longest),
+        f"training step, {unit}, alone on the device": lambda row: row["step_ms"],
+        f"prefill of {longest} tokens, {unit}": lambda row: row["prefill_ms"].get(longest),
     }
     known = {label: read for label, read in measures.items() if any(map(read, rows))}
     is_paired = any(row["variant"] == REFERENCE for row in rows)

@@ -18,6 +18,10 @@ when it is started again.
         --json runs/speed.json
     python benchmarks/study_text.py report --runs runs/study
 
+    # the plot again, of reports that were kept
+    python benchmarks/study_text.py frontier --rows benchmarks/results/study_*_h200.json \\
+        --out frontier.svg
+
     # a variant against one of another round, both by their distance to the hybrid
     python benchmarks/study_text.py compare --runs runs/study --others hybrid-1-5-x32-late \\
         --variant prior-free-wide-kv_head-0.45 --other-runs runs/earlier
@@ -233,6 +237,14 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="table, report.json and plots")
     command.add_argument("--runs", type=Path, nargs="+", required=True, help="written to the first")
     command.set_defaults(call=lambda args: not study_report.report(args.runs))
+
+    command = commands.add_parser("frontier", help="the plot of reports that were kept")
+    command.add_argument("--rows", type=Path, nargs="+", required=True, help="their JSON")
+    command.add_argument("--scale", choices=list(SCALES), default="small")
+    command.add_argument("--out", type=Path, required=True, help="SVG file to write")
+    command.set_defaults(
+        call=lambda args: not study_report.draw_published(args.rows, args.scale, args.out)
+    )
 
     command = commands.add_parser("compare", help="a variant against others, also of other runs")
     command.add_argument("--runs", type=Path, required=True, help="with the variant and its hybrid")

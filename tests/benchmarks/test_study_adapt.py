@@ -524,6 +524,31 @@ def test_a_report_has_every_variant_and_figures(runs, capsys):
         assert (runs / f"{name}.svg").stat().st_size > 0
 
 
+def test_a_report_takes_along_rows_of_an_earlier_one(runs, tmp_path):
+    whole = study_adapt_report.report(runs, is_quiet=True)
+    earlier = tmp_path / "adapt.json"
+    earlier.write_text(json.dumps(whole))
+    few = tmp_path / "few"
+    for name in ("full", "window"):
+        shutil.copytree(runs / "variants" / name, few / "variants" / name)
+    timed = few / "variants" / "static-1"
+    timed.mkdir()
+    (timed / "times.json").write_text(json.dumps({"rows": [{"phase": "prefill", "length": 1}]}))
+    found = study_adapt_report.report(few, earlier=earlier, is_quiet=True)
+    times = {row["name"]: row["times"] for row in found["rows"]}
+    assert times.pop("static-1") == [{"phase": "prefill", "length": 1}]
+    others = [row for row in found["rows"] if row["name"] != "static-1"]
+    assert others == [row for row in whole["rows"] if row["name"] != "static-1"]
+    assert found["at_equal_cost"] == whole["at_equal_cost"]
+    for row in whole["rows"]:
+        row["loss"] += 0.5
+    earlier.write_text(json.dumps(whole))
+    with pytest.raises(DataError, match="of the same base and text, but its base has loss"):
+        study_adapt_report.report(few, earlier=earlier, is_quiet=True)
+    with pytest.raises(DataError, match="there is no"):
+        study_adapt_report.report(few, earlier=tmp_path / "no.json", is_quiet=True)
+
+
 # --- verdicts ---
 
 

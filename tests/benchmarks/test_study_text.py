@@ -471,6 +471,42 @@ def test_a_run_is_paired_with_the_hybrid_of_its_folder(rounds):
     assert drawn == pytest.approx(3.86 + 2.0)
 
 
+def test_reports_that_were_kept_make_one_frontier_of_their_best_rows(rounds, tmp_path):
+    """Rows of most seeds, and times as shares of the hybrid's of the same table."""
+    first, second = (study_report.report([runs]) for runs in rounds)
+    few = [{"variant": "hybrid-1-5-x32-late", "beyond_hybrid": {"mean": 9.0, "n": 1}}]
+    few.append({"variant": "hybrid-1-5", "beyond_hybrid": None, "loss": {"n": 1}})
+    for row, step, prefill in zip(few, (6.0, 4.0), (1.0, 2.0), strict=True):
+        row |= {"is_routed": False, "attention_flops": {"mean": 0.1}}
+        row |= {"step_ms": {"mean": step}, "prefill_ms": {"64": {"mean": prefill}}}
+    other = {"note": "a sentence", "times": few, "small": [few[0] | {"variant": "full"}]}
+    paths = []
+    for name, tables in (("first", first), ("other", other), ("second", second)):
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps(tables))
+    out = tmp_path / "frontier.svg"
+    files = ["--rows", *map(str, paths), "--scale", "tiny"]
+    assert study_text.main(["frontier", *files, "--out", str(out)]) == 0
+    assert "share of hybrid-1-5's" in out.read_text()
+    rows = {row["variant"]: row for row in study_report.published_rows(paths, "tiny")}
+    names = ["hybrid-1-5", "hybrid-1-5-x32-late", "prior-free-wide-kv_head-0.45"]
+    assert sorted(rows) == names
+    narrowed = rows["hybrid-1-5-x32-late"]
+    assert narrowed["beyond_hybrid"]["mean"] == pytest.approx(0.1)
+    assert narrowed["step_ms"]["mean"] == pytest.approx(1.5)
+    assert narrowed["prefill_ms"]["64"]["mean"] == pytest.approx(0.5)
+    assert rows["prior-free-wide-kv_head-0.45"]["step_ms"] is None
+
+
+def test_a_frontier_needs_reports_that_exist_and_have_rows(tmp_path):
+    with pytest.raises(DataError, match="a report must be a file that exists"):
+        study_report.published_rows([tmp_path / "no.json"], "tiny")
+    path = tmp_path / "empty.json"
+    path.write_text("{}")
+    with pytest.raises(DataError, match="no table of tiny models"):
+        study_report.published_rows([path], "tiny")
+
+
 def test_variants_of_two_rounds_are_compared_by_their_distance_to_the_hybrid(rounds, tmp_path):
     first, second = rounds
     arguments = ["--runs", str(second), "--variant", "prior-free-wide-kv_head-0.45"]
