@@ -491,7 +491,7 @@ def routed_attention_hopper_kernel(
         v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        # without sinks these are never looked at, and take the place of nothing
+        # without sinks these stand in for what is not read
         k_sinks = k_tiles.index(0)
         v_sinks = v_tiles.index(0)
         sinks_ready = k_ready.index(0)
