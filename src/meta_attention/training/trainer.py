@@ -222,11 +222,11 @@ class MetaAttentionTrainer(LastingTrainer):
         lowest = sum(map(min, costs)) / len(costs)
         highest = sum(map(max, costs)) / len(costs)
         if not lowest < target < highest:
+            entered = " for the share of tokens that enter" if capacity < 1.0 else ""
             raise ConfigError(
                 f"target_cost must be between {lowest:.3f} and {highest:.3f}, the costs of the "
-                "cheapest and the dearest experts of the routed layers, times the share of tokens "
-                f"that enter them, got {target}; take one in between, other experts, or none "
-                "(--target-cost 0)"
+                f"cheapest and the dearest experts of the routed layers{entered}, got {target}; "
+                "take one in between, other experts, or none (--target-cost 0)"
             )
 
     def observe_step(self) -> None:
