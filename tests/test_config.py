@@ -79,6 +79,7 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
         ({"depth_capacity": "half"}, "depth_capacity must be a number, got 'half'"),
         ({"depth_capacity": 0.5, "depth_layers": (12,)}, "of the 12 blocks, 0 to 11, got 12"),
         ({"depth_capacity": 0.5, "depth_layers": (True,)}, "0 to 11, got True"),
+        ({"depth_capacity": 0.5, "depth_layers": ([1],)}, r"0 to 11, got \[1\]"),
         ({"depth_capacity": 0.5, "depth_layers": ()}, "a list of one or more indices"),
         ({"depth_capacity": 0.5, "depth_layers": (1, 1)}, "each of them once"),
         ({"depth_capacity": 0.5, "depth_layers": "all"}, "a list of one or more indices"),

@@ -359,8 +359,8 @@ class MetaAttentionConfig(PreTrainedConfig):
         if self.residual == "block_attention" and self.residual_blocks > halves:
             raise ConfigError(
                 f"residual_blocks must be at most {halves}, two for each of "
-                f"{self.num_hidden_layers} layers, got {self.residual_blocks}; "
-                f"{halves} is residual='attention'"
+                f"{self.num_hidden_layers} layers, got {self.residual_blocks}; lower it or use "
+                "residual='attention', which reads them all"
             )
 
     def _check_depth(self) -> None:
@@ -399,17 +399,17 @@ class MetaAttentionConfig(PreTrainedConfig):
             return
         layers = self.depth_layers
         is_list = isinstance(layers, Sequence) and not isinstance(layers, str)
-        if not is_list or not layers or len(set(layers)) != len(layers):
-            raise ConfigError(
-                f"depth_layers must be a list of one or more indices of blocks, each of them once, "
-                f"got {layers!r}"
-            )
-        for index in layers:
+        for index in layers if is_list else ():
             if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < number:
                 raise ConfigError(
                     f"depth_layers must be indices of the {number} blocks, 0 to {number - 1}, got "
                     f"{index!r}"
                 )
+        if not is_list or not layers or len(set(layers)) != len(layers):
+            raise ConfigError(
+                f"depth_layers must be a list of one or more indices of blocks, each of them once, "
+                f"got {layers!r}"
+            )
         self.depth_layers = tuple(sorted(layers))
 
     def _check_prior(self) -> None:

@@ -371,7 +371,7 @@ def test_padding_and_other_rows_change_nothing(variant):
         ({"residual": "atention"}, "residual must be one of sum, attention, block_attention"),
         ({"residual_blocks": 0}, "residual_blocks must be a whole number >= 1, got 0"),
         ({"residual_blocks": 2.5}, "residual_blocks must be a whole number"),
-        (BLOCKS | {"residual_blocks": 9}, r"at most 8, two for each of 4 layers, got 9; 8 is"),
+        (BLOCKS | {"residual_blocks": 9}, r"at most 8, two for each of 4 layers, got 9; lower it"),
     ],
 )
 def test_bad_options_get_one_clear_sentence(options, message):

@@ -130,6 +130,10 @@ def test_text_forms_of_experts_and_costs():
         ({"settle_drop": 2.0}, "settle_drop must be a share between 0 and 1, got 2"),
         ({"settle_steps": 3}, "settle_steps must be >= 10, got 3"),
         ({"precision": "int8"}, "precision must be fp32, bf16 or fp16"),
+        ({"depth_routing": "threshold"}, "depth_routing is of Mixture of Depths and needs a"),
+        ({"depth_weight": 0.5}, "depth_weight is of Mixture of Depths and needs a depth_capacity"),
+        ({"residual_blocks": 2}, "those of residual='block_attention', got residual='sum'; set"),
+        ({"residual": "attention", "residual_blocks": 2}, "got residual='attention'; set that"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(overrides, message):

@@ -414,6 +414,7 @@ def test_a_loss_that_settles_begins_the_ramp_and_the_log_says_when(tmp_path):
         ({"routing": "soft", "training_weights": "mean"}, 0.5, "must have routing='hard'"),
         ({"layer_experts": [["full"], ["local"]]}, 0.5, "must have a layer to route in"),
         ({}, 0.05, r"target_cost must be between 0\.1\d+ and 1.000, .* got 0.05"),
+        ({"depth_capacity": 0.5}, 0.8, r"between 0\.1\d+ and 0.750, .* got 0.8; take one in"),
         ({"kl_weight": 0.0}, 0.5, "must have a weight to steer"),
         ({"controller": "prior_free"}, 0.5, "must have a weight to steer"),
     ],
@@ -421,6 +422,12 @@ def test_a_loss_that_settles_begins_the_ramp_and_the_log_says_when(tmp_path):
 def test_targets_that_cannot_be_reached_are_refused(fields, target, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         build_trainer(tmp_path, build_model(**(HARD | fields)), target_cost=target)
+
+
+def test_a_target_may_be_below_the_cheapest_expert_where_tokens_pass_blocks_by(tmp_path):
+    cheapest = min(build_model(**HARD).model.layers[0].attention.controller.costs).item()
+    depth = {"depth_capacity": 0.5, "depth_layers": [0, 1]}
+    build_trainer(tmp_path, build_model(**HARD, **depth), target_cost=0.6 * cheapest)
 
 
 def test_a_path_is_of_the_layers_that_its_target_is_of(tmp_path):
@@ -461,10 +468,11 @@ def test_what_is_held_is_of_the_layers_with_a_choice_also_where_tokens_pass_bloc
     layers = [["full"], ["full"]]
     layers[routed] = ["full", "local"]
     model = build_model(layer_experts=layers, depth_capacity=0.5, depth_layers=[0], **HARD)
-    options = {"cost_weight": 0.1, "target_cost": 0.9, "hold": 3.0, "max_steps": 2}
+    target = (0.45, 0.9)[routed]
+    options = {"cost_weight": 0.1, "target_cost": target, "hold": 3.0, "max_steps": 2}
     build_trainer(tmp_path, model, **options).train()
     for row in train_rows(tmp_path):
-        below = max(0.0, 1 - row[f"layer_{routed}/projected_cost"] / 0.9) ** 2
+        below = max(0.0, 1 - row[f"layer_{routed}/projected_cost"] / target) ** 2
         assert row["hold_loss"] == pytest.approx(3.0 * below, rel=1e-3, abs=1e-6)
     assert train_rows(tmp_path)[0]["hold_loss"] > 0.0
 

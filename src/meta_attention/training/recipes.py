@@ -403,7 +403,24 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
         own = "task" if not TaskSpec.parse(changed["task"]).is_text else "characters"
         if "task" in (own, settings.tokenizer):
             changed.setdefault("tokenizer", own)
-    return replace(settings, **changed)
+    built = replace(settings, **changed)
+    _check_effect(built, overrides)
+    return built
+
+
+def _check_effect(settings: Settings, given: Mapping[str, Any]) -> None:
+    """Refuse what was given and would do nothing: who gave it wants what it is a part of."""
+    for name in ("depth_routing", "depth_weight"):
+        if name in given and settings.depth_capacity is None:
+            raise ConfigError(
+                f"{name} is of Mixture of Depths and needs a depth_capacity, the share of tokens "
+                "that enter; set it or leave it out"
+            )
+    if "residual_blocks" in given and settings.residual != "block_attention":
+        raise ConfigError(
+            "residual_blocks are those of residual='block_attention', got "
+            f"residual={settings.residual!r}; set that or leave them out"
+        )
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -144,7 +144,7 @@ class MetaAttentionTrainer(LastingTrainer):
         self._tally = RoutingTally.of(model)
         self._need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
         if target_cost is not None:
-            self._check_target(target_cost)
+            self._check_target(target_cost, config)
         # sums of figures since the log was last written, and their names
         self._parts: Tensor | None = None
         self._names: tuple[str, ...] = ()
@@ -199,13 +199,19 @@ class MetaAttentionTrainer(LastingTrainer):
     def _step_weights(self) -> list[float]:
         return [self._weights[name] for name in ("kl_weight", "cost_weight", "hold_weight")]
 
-    def _check_target(self, target: float) -> None:
+    def _check_target(self, target: float, config: Any) -> None:
         if not self._is_hard:
             raise ConfigError(
                 "target_cost must have routing='hard': other routes execute more than one expert, "
                 "so there is nothing to save"
             )
-        costs = [layer for layer in self._tally.costs if len(layer) > 1]
+        # who passes a block by costs nothing there
+        capacity = 1.0 if config.depth_capacity is None else config.depth_capacity
+        costs = [
+            [capacity * cost if config.may_skip(index) else cost for cost in layer]
+            for index, layer in enumerate(self._tally.costs)
+            if len(layer) > 1
+        ]
         if not costs:
             raise ConfigError("target_cost must have a layer to route in, but all are static")
         if self.economy.path is not None and len(costs) < len(self._tally.costs):
@@ -216,10 +222,11 @@ class MetaAttentionTrainer(LastingTrainer):
         lowest = sum(map(min, costs)) / len(costs)
         highest = sum(map(max, costs)) / len(costs)
         if not lowest < target < highest:
+            entered = " for the share of tokens that enter" if capacity < 1.0 else ""
             raise ConfigError(
                 f"target_cost must be between {lowest:.3f} and {highest:.3f}, the costs of the "
-                f"cheapest and the dearest experts of the routed layers, got {target}; leave it "
-                "out or change the experts"
+                f"cheapest and the dearest experts of the routed layers{entered}, got {target}; "
+                "take one in between, other experts, or none (--target-cost 0)"
             )
 
     def observe_step(self) -> None:
