@@ -10,6 +10,7 @@ from meta_attention import MetaAttentionForCausalLM
 from meta_attention import config as options
 from meta_attention.cli import train as cli
 from meta_attention.errors import ConfigError
+from meta_attention.evaluation.routing import RoutingTally
 from meta_attention.training.recipes import (
     RECIPES,
     Settings,
@@ -225,6 +226,45 @@ def test_bytes_small_routes_the_full_layer_of_a_hybrid_as_the_text_study_does():
         build_settings("bytes-small", {"layers": 4}).model_config(vocab_size=258)
     all_layers = {"layers": 4, "experts": ("full", "local")}
     assert build_settings("bytes-small", all_layers).layer_experts is None
+
+
+def test_in_shorter_blocks_windows_beside_full_attention_keep_their_share():
+    def windows(**given):
+        settings = build_settings("bytes-small", given)
+        return settings.layer_experts[3], settings.window_size
+
+    assert windows(length=128) == (("full", "local:32", "local"), 4)
+    assert windows(length=256) == (("full", "local:64", "local"), 8)
+    assert windows(length=2048) == windows() == (("full", "local:256", "local"), 32)
+    # one that would be no wider than the window that was given is left out
+    assert windows(length=128, window_size=8) == (("full", "local:32", "local"), 8)
+    assert windows(length=128, window_size=32) == (("full", "local"), 32)
+    # what was given stays, and so do recipes of one window
+    hybrid = (("local",), ("full", "local:100", "local"))
+    assert build_settings("bytes-small", {"length": 128, "layer_experts": hybrid}).window_size == 32
+    assert build_settings("demo", {"length": 64}).window_size == 16
+    model = MetaAttentionForCausalLM(
+        build_settings("bytes-small", {"length": 128, "hidden_size": 32}).model_config(vocab_size=9)
+    )
+    costs = RoutingTally.of(model).costs[3]
+    assert costs[0] == 1.0
+    assert 0.4 < costs[1] < 0.5
+    assert costs[2] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "got"),
+    [
+        ("bytes-small", {"length": 128, "layer_experts": (("full", "local:256"),)}, "local:256"),
+        ("demo", {"experts": ("full", "local:127", "local")}, "local:127 of 127 tokens"),
+        ("demo", {"window_size": 128}, "local of 128 tokens in blocks of 128"),
+    ],
+)
+def test_a_window_that_hides_nothing_is_refused_where_layers_route(recipe, given, got):
+    with pytest.raises(ConfigError, match=f"must be shorter than a block, got {got}"):
+        build_settings(recipe, given)
+    # a static layer may see all there is
+    build_settings(recipe, {"length": 128, "experts": ("local",), "window_size": 128})
 
 
 @pytest.mark.parametrize("name", ["demo", "bytes-small"])

@@ -15,7 +15,7 @@ from meta_attention.training.checkpoints import TrainingError
 from meta_attention.training.corpus import Corpus, embedded_corpus
 from meta_attention.training.logs import MetricsLog, read_metrics
 from meta_attention.training.packing import pack
-from meta_attention.training.recipes import demo
+from meta_attention.training.recipes import build_settings, demo
 from meta_attention.training.run import training_arguments
 from meta_attention.training.schedule import Schedule
 from meta_attention.training.tokenizer import build_tokenizer
@@ -475,6 +475,23 @@ def test_what_is_held_is_of_the_layers_with_a_choice_also_where_tokens_pass_bloc
         below = max(0.0, 1 - row[f"layer_{routed}/projected_cost"] / target) ** 2
         assert row["hold_loss"] == pytest.approx(3.0 * below, rel=1e-3, abs=1e-6)
     assert train_rows(tmp_path)[0]["hold_loss"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hold": -0.5}, "hold must be >= 0, got -0.5"),
+        ({"hold": math.nan}, "hold must be >= 0, got nan"),
+        ({"argmax_from": 1.5}, "argmax_from must be a share of training, got 1.5"),
+        ({"argmax_from": -0.1}, "argmax_from must be a share of training, got -0.1"),
+    ],
+    ids=str,
+)
+def test_what_holds_and_ends_routes_is_refused_out_of_range(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        build_trainer(tmp_path, build_model(**HARD), target_cost=0.6, **options)
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        build_settings("demo", options)
 
 
 def test_a_loss_that_is_asked_for_outside_of_training_leaves_the_config_alone(tmp_path):

@@ -200,3 +200,11 @@ def check_settling(drop: float, steps: int | None) -> None:
         raise ConfigError(f"settle_drop must be a share between 0 and 1, got {drop}")
     if steps is not None and steps < WINDOW:
         raise ConfigError(f"settle_steps must be >= {WINDOW}, got {steps}: losses are noisy")
+
+
+def check_holding(hold: float, argmax_from: float) -> None:
+    """Raise unless these are a weight and a share of training."""
+    if not 0.0 <= hold < math.inf:
+        raise ConfigError(f"hold must be >= 0, got {hold}")
+    if not 0.0 <= argmax_from <= 1.0:
+        raise ConfigError(f"argmax_from must be a share of training, got {argmax_from}")

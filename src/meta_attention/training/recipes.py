@@ -4,7 +4,7 @@ Every setting is a flag of ``meta-attention train`` by the same name. A recipe g
 the flags given override it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
@@ -368,15 +368,19 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     what presses a prior-free controller is its cost, when the KL would have; and a KL weight that
     is given alone presses in place of the recipe's cost, as the KL does where routes are not hard.
     A task of text takes the place of one with a vocabulary of its own, or the other way round,
-    together with a tokenizer.
+    together with a tokenizer. In shorter blocks, the windows of a recipe that has
+    several are narrower.
     """
     if recipe not in RECIPES:
         raise ConfigError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
     settings, changed = RECIPES[recipe](), dict(overrides)
     if "steps" in changed and changed["steps"] > 0:
         changed.setdefault("warmup", min(settings.warmup, changed["steps"] // 10))
-    if "experts" in changed and "layer_experts" not in changed:
-        changed["layer_experts"] = None
+    if "layer_experts" not in changed:
+        if "experts" in changed:
+            changed["layer_experts"] = None
+        else:
+            changed |= _fit_windows(settings, changed)
     if changed.get("controller") == "prior_free" and settings.cost_weight.end == 0.0:
         changed.setdefault("cost_weight", settings.kl_weight)
     is_hard = changed.get("routing", settings.routing) == "hard"
@@ -387,7 +391,8 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
         changed["cost_weight"] = NO_WEIGHT
     if changed.get("routing") == "soft" and settings.training_weights == "one_hot":
         changed.setdefault("training_weights", "mean")
-    layers = changed.get("layer_experts") or [changed.get("experts", settings.experts)]
+    by_layer = changed.get("layer_experts", settings.layer_experts)
+    layers = by_layer or [changed.get("experts", settings.experts)]
     if "start_expert" not in changed and settings.start_expert not in chain(*layers):
         changed["start_expert"] = None
     is_static = all(len(layer) == 1 for layer in layers)
@@ -405,6 +410,7 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
             changed.setdefault("tokenizer", own)
     built = replace(settings, **changed)
     _check_effect(built, overrides)
+    _check_windows(layers, built)
     return built
 
 
@@ -421,6 +427,45 @@ def _check_effect(settings: Settings, given: Mapping[str, Any]) -> None:
             "residual_blocks are those of residual='block_attention', got "
             f"residual={settings.residual!r}; set that or leave them out"
         )
+
+
+def _fit_windows(settings: Settings, changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Windows of a recipe that has several, in shorter blocks than its own.
+
+    They keep their share of a block, and so does what they cost of full attention. Where the
+    window was given, those that would be no wider are left out.
+    """
+    length, layers = changed.get("length", settings.length), settings.layer_experts or ()
+    has_several = any(":" in name for name in chain(*layers))
+    if not has_several or length >= settings.length:
+        return {}
+
+    def fit(window: int) -> int:
+        return max(1, window * length // settings.length)
+
+    window = changed.get("window_size", fit(settings.window_size))
+
+    def fit_expert(name: str) -> tuple[str, ...]:
+        base, is_wide, wide = name.partition(":")
+        if not is_wide:
+            return (name,)
+        return (f"{base}:{fit(int(wide))}",) if fit(int(wide)) > window else ()
+
+    fitted = tuple(tuple(chain(*map(fit_expert, layer))) for layer in layers)
+    return {"window_size": window, "layer_experts": fitted}
+
+
+def _check_windows(layers: Sequence[Sequence[str]], settings: Settings) -> None:
+    """Raise where a layer has a choice, and in it a window that every token of a block is in."""
+    for name in chain(*(layer for layer in layers if len(layer) > 1)):
+        base, _, wide = name.partition(":")
+        window = int(wide) if wide.isdecimal() else settings.window_size
+        if base == "local" and window >= settings.length - 1:
+            raise ConfigError(
+                f"the windows of routed layers must be shorter than a block, got {name} of "
+                f"{window} tokens in blocks of {settings.length}: that is full attention by "
+                "another name; make it narrower, or length larger"
+            )
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, Self
 
 from meta_attention.errors import ConfigError
+from meta_attention.training.economy import check_holding
 from meta_attention.training.schedule import Schedule
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -91,10 +92,7 @@ class RunSettings:
             raise ConfigError(
                 f"target_cost must be a share between 0 and 1, got {self.target_cost}"
             )
-        if not 0.0 <= self.hold < float("inf"):
-            raise ConfigError(f"hold must be >= 0, got {self.hold}")
-        if not 0.0 <= self.argmax_from <= 1.0:
-            raise ConfigError(f"argmax_from must be a share of training, got {self.argmax_from}")
+        check_holding(self.hold, self.argmax_from)
         if self.precision not in ("fp32", "bf16", "fp16"):
             raise ConfigError(f"precision must be fp32, bf16 or fp16, got {self.precision!r}")
 

@@ -34,7 +34,7 @@ from meta_attention.evaluation.tasks import TaskDataset, TaskTally
 from meta_attention.objective import routing_loss
 from meta_attention.training.capture import CapturedSteps, StepResult, check_capture
 from meta_attention.training.checkpoints import TrainingError
-from meta_attention.training.economy import TOLERANCE, WINDOW, Economy
+from meta_attention.training.economy import TOLERANCE, WINDOW, Economy, check_holding
 from meta_attention.training.lasting import LastingTrainer
 from meta_attention.training.logs import Flow, flatten_routing
 from meta_attention.training.packing import IGNORED, PackedDataset
@@ -94,6 +94,7 @@ class MetaAttentionTrainer(LastingTrainer):
         capture: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_holding(hold, argmax_from)
         config = self.config_of(model)
         self.kl_weight = kl_weight or Schedule.constant(config.kl_weight)
         self.uncertainty_threshold = uncertainty_threshold
