@@ -150,6 +150,12 @@ def test_experts_depth_and_residuals_are_asked_for_together(tmp_path):
     assert text.tolist() == model.generate(**prompt, **options, use_cache=False).tolist()
 
 
+def test_a_cost_above_its_target_is_said_of_what_no_kl_presses(tmp_path):
+    result = run("--out", tmp_path / "run", *SMALL, "--controller", "prior_free")
+    assert result.exit_code == 0, result.output
+    assert "note: that is above the target; more steps bring it nearer" in result.output
+
+
 def test_a_target_cost_is_asked_for_by_a_flag(tmp_path):
     out = tmp_path / "run"
     hard = ("--routing", "hard", "--training-weights", "one_hot", "--start-expert", "full")

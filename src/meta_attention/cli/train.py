@@ -438,7 +438,7 @@ def _print_result(folder: Path, settings: "Settings", record: dict[str, Any]) ->
         cost = metrics["routed_cost"]
         print(f"routed layers cost {cost:.3f} of full attention, target {target:g}")
         if cost > TOLERANCE * target:
-            print("note: that is above the target; more steps after the KL begins bring it nearer")
+            print("note: that is above the target; more steps bring it nearer")
         elif cost < target / TOLERANCE:
             print("note: that is below the target: the text did not ask for more")
     for number, what in (
