@@ -163,6 +163,8 @@ def test_the_last_step_is_evaluated_and_kept(base, tokenizer, settings, tmp_path
     may = [row for row in rows if row["eval_routed_cost"] <= 1.1 * 0.6]
     best = min(may, key=lambda row: row["eval_divergence"]) if may else rows[-1]
     assert record["metrics"]["step"] == best["step"]
+    page = (tmp_path / "a" / "README.md").read_text()
+    assert f"as they were after step {best['step']}" in page
     assert record["metrics"]["divergence"] == pytest.approx(best["eval_divergence"], rel=1e-6)
 
 
@@ -187,6 +189,13 @@ def test_a_wide_base_has_a_low_learning_rate(base, tokenizer, settings, tmp_path
     assert settings(lr=0.5).lr_for(4096) == 0.5
     record = train_router(base(), tokenizer, settings(steps=1), tmp_path / "a")
     assert record["settings"]["lr"] == settings().lr_for(32)
+
+
+def test_a_base_of_few_positions_has_no_wide_window(base, tokenizer, settings, tmp_path):
+    short = settings(length=None, window_size=10, steps=1)
+    record = train_router(base(), tokenizer, short, tmp_path / "a")
+    assert record["length"] == 64
+    assert record["settings"]["experts"] == ("full", "local")
 
 
 def test_activations_may_be_computed_again(base, tokenizer, settings, tmp_path):

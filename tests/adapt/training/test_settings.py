@@ -7,18 +7,18 @@ from meta_attention.training.settings import NO_WEIGHT
 
 
 @pytest.mark.parametrize(
-    ("given", "experts"),
+    ("given", "length", "experts"),
     [
-        ({}, ("full", "local:1024", "local")),
-        ({"window_size": 128}, ("full", "local:512", "local")),
-        ({"length": 2048}, ("full", "local:1024", "local")),
+        ({}, 8192, ("full", "local:1024", "local")),
+        ({"window_size": 128}, 8192, ("full", "local:512", "local")),
+        ({}, 2048, ("full", "local:1024", "local")),
         # of blocks this short the wide window would be most
-        ({"length": 2047}, ("full", "local")),
-        ({"length": 512, "experts": ("full", "linear")}, ("full", "linear")),
+        ({}, 2047, ("full", "local")),
+        ({"experts": ("full", "linear")}, 512, ("full", "linear")),
     ],
 )
-def test_the_wide_window_goes_with_the_other_one_and_with_the_length(given, experts):
-    assert RouterSettings.of(given).experts == experts
+def test_the_wide_window_goes_with_the_other_one_and_with_the_length(given, length, experts):
+    assert RouterSettings.of(given).experts_for(length) == experts
 
 
 def test_what_makes_routes_cheap_is_their_cost_and_without_a_prior_there_is_no_kl():

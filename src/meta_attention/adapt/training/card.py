@@ -50,7 +50,7 @@ tokenizer = load_tokenizer("{base}")
 
 {steps} steps of {batch} blocks of {length} tokens of {train_name}; loss `{loss}`, learning rate
 {lr:g}, cost weight `{cost_weight}`, KL weight `{kl_weight}`, seed {seed}. All settings are in
-`{card}`. `{weights}` holds the routers.
+`{card}`. `{weights}` holds the routers as they were after step {step}.
 """
 
 
@@ -75,7 +75,7 @@ def render(card: Mapping[str, Any]) -> str:
     ]
     target = measured["target_cost"]
     return _PAGE.format(
-        **{k: v for k, v in measured.items() if k not in ("layers", "target_cost", "step")},
+        **{k: v for k, v in measured.items() if k not in ("layers", "target_cost")},
         base=base["name"] or "its base",
         family=base["family"],
         experts=" and ".join(_describe(name, routing) for name in experts),

@@ -110,7 +110,9 @@ def train_router(
     _check(model, settings, routes)
     shape = family_of(model.config).shape(model.config)
     length = _length(shape.max_position_embeddings, settings)
-    settings = replace(settings, lr=settings.lr_for(shape.hidden_size))
+    settings = replace(
+        settings, lr=settings.lr_for(shape.hidden_size), experts=settings.experts_for(length)
+    )
     args = training_arguments(settings, out)
     if args.world_size > 1:
         raise ConfigError("a router is trained in one process on one device; leave out torchrun")
@@ -214,7 +216,7 @@ def _check(model: PreTrainedModel, settings: RouterSettings, routes: Routing | N
         )
     if routes is not None and not settings.lora_rank:
         raise ConfigError("with given routes nothing learns but LoRA: give a lora_rank")
-    if len(settings.experts) < 2:
+    if settings.experts is not None and len(settings.experts) < 2:
         raise ConfigError(
             f"experts must be at least two to choose from, got {', '.join(settings.experts)}"
         )

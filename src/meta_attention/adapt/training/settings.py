@@ -39,8 +39,9 @@ class RouterSettings(RunSettings):
     :mod:`meta_attention.adapt.training.recall`."""
 
     # routing, as AdaptConfig has it
-    experts: tuple[str, ...] = ("full", f"local:{WIDE * 256}", "local")
-    """What heads choose among; by default full attention, the window, and a wide one between."""
+    experts: tuple[str, ...] | None = None
+    """What heads choose among; None: full attention, the window, and a wide one between them where
+    blocks are at least twice as long as that."""
     window_size: int = 256
     num_sinks: int = 4
     layers: tuple[int, ...] | None = None
@@ -99,7 +100,6 @@ class RouterSettings(RunSettings):
         """Settings that were given, and defaults that fit them.
 
         A shorter run has a warm-up of at most a tenth of it, and is evaluated and saved at its end;
-        the wide window goes with the other one, and is left out where blocks are too short for it;
         a prior-free controller has no KL; routes that learn from the chosen expert alone are drawn
         to the end.
         """
@@ -109,10 +109,6 @@ class RouterSettings(RunSettings):
             given.setdefault("warmup", min(10, steps // 10))
             given.setdefault("eval_every", min(100, steps))
             given.setdefault("save_every", min(100, steps))
-        if "experts" not in given:
-            wide = WIDE * given.get("window_size", 256)
-            is_short = 2 * wide > (given.get("length") or DEFAULT_LENGTH)
-            given["experts"] = ("full", "local") if is_short else ("full", f"local:{wide}", "local")
         if given.get("route_gradient") == "chosen":
             given.setdefault("argmax_from", 1.0)
         if given.get("controller") == "prior_free":
@@ -123,10 +119,18 @@ class RouterSettings(RunSettings):
         """The learning rate, where none was given one that fits the width of the base."""
         return min(MAX_LR, 2.0 / width) if self.lr is None else self.lr
 
+    def experts_for(self, length: int) -> tuple[str, ...]:
+        """The experts, where none were given those that fit the length of a block."""
+        if self.experts is not None:
+            return self.experts
+        wide = WIDE * self.window_size
+        return ("full", "local") if 2 * wide > length else ("full", f"local:{wide}", "local")
+
     def adapt_config(self, length: int) -> AdaptConfig:
         """How the base is routed; costs are counted at the training length."""
+        experts = self.experts_for(length)
         return AdaptConfig(
-            experts=self.experts,
+            experts=experts,
             window_size=self.window_size,
             num_sinks=self.num_sinks,
             layers=self.layers,
@@ -136,6 +140,6 @@ class RouterSettings(RunSettings):
             controller_hidden_size=self.controller_hidden_size,
             prior_strength=self.prior_strength,
             prior_floor=self.prior_floor,
-            start_expert="full" if "full" in self.experts else None,
+            start_expert="full" if "full" in experts else None,
             cost_length=length,
         )
