@@ -133,9 +133,12 @@ def test_with_given_routes_only_lora_learns(run):
 def test_an_adapter_is_refused_where_peft_is_missing(run, monkeypatch):
     model, _, folder = run()
     base = build_base("llama", vocab_size=model.config.vocab_size)
-    monkeypatch.setattr("meta_attention.adapt.lora.find_spec", lambda name: None)
-    with pytest.raises(BackendUnavailableError, match="which was trained with LoRA, needs the"):
-        load_adapter(base, folder)
+    with monkeypatch.context() as missing:
+        missing.setattr("meta_attention.adapt.lora.find_spec", lambda name: None)
+        with pytest.raises(BackendUnavailableError, match="which was trained with LoRA, needs the"):
+            load_adapter(base, folder)
+    # nothing was changed: once it is installed, the same model takes it
+    assert lora_parameters(load_adapter(base, folder))
 
 
 @needs_peft

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import meta_attention
 from meta_attention.adapt.config import AdaptConfig
 from meta_attention.adapt.families import family_of
-from meta_attention.adapt.lora import has_lora, load_lora, save_lora
+from meta_attention.adapt.lora import has_lora, load_lora, require_peft, save_lora
 from meta_attention.adapt.model import ModelType, adapt
 from meta_attention.adapt.router import Router, routers_of
 from meta_attention.errors import ConfigError, DataError, OtherBaseError
@@ -119,6 +119,9 @@ def load_adapter(
             raise OtherBaseError(
                 f"{name}, of other weights than this model (they differ in {unlike})"
             )
+    if card.get("lora"):
+        # before anything changes: once it is installed, the same model can be tried again
+        require_peft(f"{folder}, which was trained with LoRA,")
     adapt(model, AdaptConfig.of(card["settings"]))
     _fill(routers_of(model), tensors, Path(folder))
     if card.get("lora"):

@@ -133,6 +133,5 @@ def save_lora(model: PreTrainedModel, folder: Path, base: str | None) -> None:
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> None:
-    """Put in what :func:`save_lora` wrote."""
-    require_peft(f"{folder}, which was trained with LoRA,")
+    """Put in what :func:`save_lora` wrote; PEFT must be there."""
     model.load_adapter(str(folder / LORA_FOLDER), adapter_name=NAME)
