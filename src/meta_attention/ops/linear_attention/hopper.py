@@ -32,11 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from meta_attention.ops.copy_engine import copy_tile, describe
 from meta_attention.ops.heads import as_matrix, last_contiguous
 from meta_attention.ops.launch import ceil_div, compute_capability, launch
 from meta_attention.ops.route_plan import RANK_BLOCK, QueryList
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import copy_tile, describe
 
 # tokens at a time: the rank table says which entries of a list are among them
 CHUNK = gl.constexpr(RANK_BLOCK)

@@ -27,11 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from meta_attention.ops.copy_engine import copy_tile, describe
 from meta_attention.ops.heads import as_matrix
 from meta_attention.ops.launch import launch
 from meta_attention.ops.linear_attention.hopper import Lists
 from meta_attention.ops.route_plan import RANK_BLOCK
-from meta_attention.ops.routed_attention.hopper import copy_tile, describe
 
 # tokens of a chunk: the rank table says which entries of a list are in it
 CHUNK = RANK_BLOCK

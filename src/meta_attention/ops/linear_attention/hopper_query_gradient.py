@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from meta_attention.ops.copy_engine import copy_tile
 from meta_attention.ops.launch import launch
 from meta_attention.ops.linear_attention.hopper import (
     CHUNK,
@@ -45,7 +46,6 @@ from meta_attention.ops.linear_attention.hopper import (
 )
 from meta_attention.ops.linear_attention.reference import MIN_NORMALISER
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import copy_tile
 
 # chunks of keys and values, and tiles of rows, that are in shared memory at a time
 STAGES, PLACES = 3, gl.constexpr(2)

@@ -10,9 +10,6 @@ and 128, with at most 16 sinks: see ``can_run``. ``kernel.py`` covers everything
 definition of what this does.
 """
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,12 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from meta_attention.ops.copy_engine import copy_tile, describe
 from meta_attention.ops.launch import compute_capability, launch
 from meta_attention.ops.routed_attention.forward import LOG2_E
 
@@ -33,9 +29,6 @@ QUERIES = 128
 KEYS = 128
 # keys of a tile of sinks, the fewest that a product of weights and values takes
 SINKS = 16
-
-# renamed between the versions of Triton we run on
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -556,32 +549,6 @@ def can_run(query: Tensor, is_plain: bool, num_sinks: int, layout: object) -> bo
         and query.shape[-1] in (64, 128)
         and compute_capability(query.device) == 9
     )
-
-
-def tile_layout(rows: int, width: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How the copy engine leaves a tile in shared memory."""
-    if dtype == torch.float32:
-        # numbers of rows, in a line
-        return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    kind = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([rows, width], kind)
-
-
-@lru_cache(maxsize=1024)
-def _fields(shape: tuple[int, int], tile: tuple[int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """What descriptors have in common that differ in their memory only, checked by Triton."""
-    layout = tile_layout(*tile, dtype)
-    nothing = torch.empty(0, dtype=dtype)
-    return vars(TensorDescriptor(nothing, list(shape), [shape[1], 1], list(tile), layout))
-
-
-def describe(x: Tensor, shape: tuple[int, int], tile: tuple[int, int]) -> TensorDescriptor:
-    """The memory of ``x`` as a matrix, of which the copy engine takes a tile at a time."""
-    assert x.data_ptr() % 16 == 0
-    # past the other checks, which take as long as a launch
-    described = object.__new__(TensorDescriptor)
-    vars(described).update(_fields(shape, tile, x.dtype), base=x)
-    return described
 
 
 def launch_forward(

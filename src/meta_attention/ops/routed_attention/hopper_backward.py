@@ -13,10 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from meta_attention.ops.copy_engine import copy_tile, describe
 from meta_attention.ops.launch import ceil_div, launch
 from meta_attention.ops.route_plan.reference import RANK_BLOCK
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import copy_tile, describe
 
 QUERIES = 64
 KEYS = 128

@@ -16,9 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from meta_attention.ops.copy_engine import describe
 from meta_attention.ops.launch import launch
 from meta_attention.ops.routed_attention.forward import LOG2_E
-from meta_attention.ops.routed_attention.hopper import describe, find_queries, load_keys, skip_tiles
+from meta_attention.ops.routed_attention.hopper import find_queries, load_keys, skip_tiles
 
 QUERIES = 128
 KEYS = 64
