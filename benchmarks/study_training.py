@@ -145,7 +145,7 @@ class Training:
         pressure = self.economy.value(self.economy.pressure, step)
         weights = {"kl_weight": self.economy.multiplier * pressure, "cost_weight": 0.0}
         if self.variant.presses_cost:
-            kl_weight = scale.tilted_kl * scale.kl_weight * pressure / scale.cost_weight
+            kl_weight = self.variant.kl_weight(scale, step) * pressure / scale.cost_weight
             weights = {"kl_weight": kl_weight, "cost_weight": weights["kl_weight"]}
         for name, weight in weights.items():
             self.knobs[name].fill_(weight)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from meta_attention.config import (
     ControllerName,
@@ -171,6 +171,8 @@ class Variant:
         is_tilted: A Bayesian controller is pressed by its cost, too, and the KL keeps a small
             weight. For weights of a softmax that is a prior tilted against what is dear, which may
             be as strong as it must without making routes uncertain.
+        kl_course: What becomes of that KL: ``"kept"`` to the end; ``"fading"`` straight to 0 until
+            routes are no longer drawn; ``"none"`` from the start, a prior that counts for nothing.
         depth_capacity: Share of tokens that enter every other block.
         residual: What blocks read of those before them.
     """
@@ -185,6 +187,7 @@ class Variant:
     is_early: bool = False
     is_blind: bool = False
     is_tilted: bool = False
+    kl_course: Literal["kept", "fading", "none"] = "kept"
     depth_capacity: float | None = None
     residual: ResidualName = "sum"
 
@@ -211,6 +214,17 @@ class Variant:
         weight = scale.cost_weight if self.presses_cost else scale.kl_weight
         begin = scale.first_steps / scale.steps
         return Schedule.parse(f"0->{weight}@{begin}:{begin + scale.ramp}")
+
+    def kl_weight(self, scale: Scale, step: int) -> float:
+        """Of a KL beside a cost, before it rises with the pressure: the share that is kept."""
+        kept = scale.tilted_kl * scale.kl_weight
+        if self.kl_course == "kept":
+            return kept
+        if self.kl_course == "none":
+            return 0.0
+        risen = scale.first_steps / scale.steps + scale.ramp
+        left = (scale.argmax_from - step / scale.steps) / max(scale.argmax_from - risen, 1e-9)
+        return kept * min(1.0, max(0.0, left))
 
     @property
     def beginning(self) -> "Variant":
@@ -328,6 +342,8 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     "thompson": lambda v: replace(v, draw="sample"),
     "argmax": lambda v: replace(v, draw="mean"),
     "tilted": lambda v: replace(v, is_tilted=True),
+    "fading": lambda v: replace(v, is_tilted=True, kl_course="fading"),
+    "flat": lambda v: replace(v, is_tilted=True, kl_course="none"),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),

@@ -578,3 +578,23 @@ def test_a_tilted_variant_is_steered_by_its_cost_and_keeps_a_small_kl(cache):
     weights = {name: training.knobs[name].item() for name in ("kl_weight", "cost_weight")}
     assert weights["kl_weight"] == pytest.approx(scale.tilted_kl * scale.kl_weight)
     assert weights["cost_weight"] == pytest.approx(scale.cost_weight * training.economy.multiplier)
+
+
+def test_the_kl_of_a_tilted_variant_may_fade_until_routes_are_taken_or_count_for_nothing(cache):
+    scale = SCALES["tiny"].with_changes(
+        ["steps=40", "routed_from=0.25", "ramp=0.25", "argmax_from=0.75"]
+    )
+    kept = scale.tilted_kl * scale.kl_weight
+
+    def kl_weights(ending):
+        variant = find_variant(f"bayes-global-kv_head-0.2-{ending}")
+        training = Training(cache, variant, scale, seed=0, device="cpu")
+        weights = []
+        for training.steps_done in (10, 15, 20, 25, 30, 39):
+            training._turn_knobs()
+            weights.append(training.knobs["kl_weight"].item() / kept)
+        return weights
+
+    assert kl_weights("tilted") == pytest.approx([0, 0.5, 1, 1, 1, 1], abs=0.07)
+    assert kl_weights("fading") == pytest.approx([0, 0.5, 1, 0.5, 0, 0], abs=0.07)
+    assert kl_weights("flat") == [0.0] * 6
