@@ -36,6 +36,10 @@ FAMILIES = {
                 "wide key-value head, by its KL",
                 "key-value head among three experts, pressed by the KL",
             ),
+            (
+                "wide key-value head, fading KL",
+                "key-value head among three experts, the KL gone before routes are taken",
+            ),
         )
     },
     "prior-free": "a route for every key-value head among three experts, without a prior",

@@ -34,6 +34,7 @@ from meta_attention.adapt.adapters import CARD_FILE
 from meta_attention.adapt.training.settings import COST_WEIGHT
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.forcing import ForcedController, ForcedPosterior
+from meta_attention.training.schedule import Schedule
 from meta_attention.training.settings import NO_WEIGHT
 
 ADAPTERS, SENSITIVITY = "adapters", "sensitivity.json"
@@ -133,6 +134,7 @@ SCALES = {
 
 BY_HEAD, BY_TOKEN = {"route_granularity": "kv_head"}, {"route_granularity": "token"}
 WIDE = BY_HEAD | {"is_wide": True}
+FADING_KL = Schedule.parse("0->0.002->0@0.1:0.4:0.8")
 # in place of a cost: the wide window everywhere
 WINDOW = "window"
 # what a training changes of the defaults of meta-attention adapt
@@ -141,6 +143,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "kv-head-0.25": BY_HEAD | {"target_cost": 0.25},
     # three experts: full attention, a wide window and the window
     **{f"kv-head-wide-{cost:g}": WIDE | {"target_cost": cost} for cost in (0.15, 0.25)},
+    # the KL goes to 0 again until routes are no longer drawn
+    "fading-kv-head-wide-0.25": WIDE | {"target_cost": 0.25, "kl_weight": FADING_KL},
     "prior-free-kv-head-wide-0.25": WIDE | {"target_cost": 0.25, "controller": "prior_free"},
     # pressed by the KL, as the paper would have it
     "kl-kv-head-wide-0.25": WIDE
@@ -229,6 +233,7 @@ def derived_variants(scale: Scale, name: str) -> list[Variant]:
     kind = "key-value head" if training.get("route_granularity") == "kv_head" else "token"
     kind = f"wide {kind}" if training.get("is_wide") else kind
     kind += ", by its KL" if "cost_weight" in training else ""
+    kind += ", fading KL" if training.get("kl_weight") == FADING_KL else ""
     is_prior_free = training.get("controller") == "prior_free"
     family = f"ours, {kind}"
     if is_prior_free:

@@ -238,3 +238,8 @@ def test_state_survives_json_and_goes_on_as_it_would_have(path):
 def test_what_cannot_work_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         Economy(1000, **options)
+
+
+def test_what_a_target_steers_may_not_go_away_again():
+    with pytest.raises(ConfigError, match="stays where it has risen to, got 0->1->0.5@0:0.5:1"):
+        Economy(100, Schedule.parse("0->1->0.5@0:0.5:1"), target=0.3)

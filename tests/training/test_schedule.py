@@ -32,6 +32,31 @@ def test_equal_moments_are_a_jump():
     assert (schedule(0.499), schedule(0.5)) == (0.0, 1.0)
 
 
+def test_a_peak_is_reached_in_a_straight_line_and_left_in_another():
+    schedule = Schedule.parse("0->0.1->0.02@0.2:0.4:0.8")
+    assert schedule == Schedule(0.0, 0.02, 0.2, 0.8, peak=0.1, turn=0.4)
+    values = [schedule(p) for p in (0.0, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)]
+    assert values == pytest.approx([0.0, 0.0, 0.05, 0.1, 0.06, 0.02, 0.02])
+    assert not Schedule.parse("0->0.1->0@0.2:0.4:0.8").is_constant
+
+
+def test_a_peak_may_be_given_in_steps():
+    schedule = Schedule.parse("0->1->0@10s:20s:40s")
+    values = [schedule.at(step, 1000) for step in (0, 10, 15, 20, 30, 40, 999)]
+    assert values == pytest.approx([0.0, 0.0, 0.5, 1.0, 0.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("text", ["0->1->0@0.5:0.4:0.8", "0->1->0@0.2:0.9:0.8"])
+def test_a_peak_outside_its_span_is_refused(text):
+    with pytest.raises(ConfigError, match="peak between the moments"):
+        Schedule.parse(text)
+
+
+def test_a_peak_without_its_moment_is_refused():
+    with pytest.raises(ConfigError, match="a peak and its moment"):
+        Schedule(0.0, 1.0, peak=2.0)
+
+
 values = st.integers(-100, 100).map(lambda n: n / 10)
 moments = st.tuples(st.integers(0, 100), st.integers(0, 100)).map(sorted)
 
@@ -56,6 +81,9 @@ def test_values_stay_between_the_ends_and_the_text_reads_back(start, end, moment
         "0->1@:",
         "0 1",
         "0->1@0.5:0.7:1",
+        "0->1->0",
+        "0->1->0@0.5:0.7",
+        "0->1->0@settled+0.5",
         "nan",
         "inf",
         "0->1@settled",
@@ -94,13 +122,14 @@ def test_a_schedule_may_wait_until_the_loss_has_settled(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["0.1", "0->0.1", "0->1@0.25:0.5", "0->1@20s:3000s", "0->1@settled+5s", "1->0@settled+1"],
+    ["0.1", "0->0.1", "0->1@0.25:0.5", "0->1@20s:3000s", "0->1@settled+5s", "1->0@settled+1"]
+    + ["0->0.1->0@0.2:0.4:0.8", "0->0.1->0.05@20s:40s:80s", "0->1->0@0:0.5:1"],
 )
 def test_every_form_is_written_as_it_is_read(text):
     assert str(Schedule.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["0->1@0.5:300s", "0->1@20s:0.5"])
+@pytest.mark.parametrize("text", ["0->1@0.5:300s", "0->1@20s:0.5", "0->1->0@0.1:0.2:5s"])
 def test_steps_and_fractions_do_not_mix(text):
     with pytest.raises(ConfigError, match="both at steps or both at fractions"):
         Schedule.parse(text)

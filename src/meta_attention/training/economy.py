@@ -98,6 +98,11 @@ class Economy:
                 "target_cost must have a weight to steer, but the schedule of it ends at 0: raise "
                 "kl_weight, or cost_weight for a prior_free controller"
             )
+        if self.target is not None and self.pressure.peak is not None:
+            raise ConfigError(
+                "target_cost must have a weight to steer that stays where it has risen to, got "
+                f"{self.pressure}; a peak is for a KL beside a cost"
+            )
 
     @property
     def is_watched(self) -> bool:

@@ -14,6 +14,10 @@ _FORM = re.compile(
     rf"(?:->\s*({_NUMBER})\s*"
     rf"(?:@\s*(?:({_MOMENT})\s*:\s*({_MOMENT})|settled\s*\+\s*({_MOMENT}))\s*)?)?"
 )
+_PEAKED = re.compile(
+    rf"\s*({_NUMBER})\s*->\s*({_NUMBER})\s*->\s*({_NUMBER})\s*"
+    rf"@\s*({_MOMENT})\s*:\s*({_MOMENT})\s*:\s*({_MOMENT})\s*"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,8 @@ class Schedule:
 
     Nothing is implied by the name of what it drives: a value rises when ``end`` is above
     ``start`` and falls when it is below. Before ``begin`` it is ``start``, from ``finish`` on it
-    is ``end``; where the two moments are one, it jumps there.
+    is ``end``; where the two moments are one, it jumps there. With a peak it is two lines: to
+    ``peak`` at the moment ``turn``, and on to ``end``.
 
     Args:
         start: Value at the first step.
@@ -32,6 +37,8 @@ class Schedule:
         in_steps: ``begin`` and ``finish`` are numbers of steps, not fractions.
         when_settled: They count from the moment when the task loss has settled, not from the
             first step. Who asks for a value says when that was.
+        peak: Value between the two lines; None: there is one line.
+        turn: When the peak is reached, between ``begin`` and ``finish``.
     """
 
     start: float
@@ -40,10 +47,20 @@ class Schedule:
     finish: float = 1.0
     in_steps: bool = False
     when_settled: bool = False
+    peak: float | None = None
+    turn: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.start) and math.isfinite(self.end)):
-            raise ConfigError(f"a schedule must have finite values, got {self.start}, {self.end}")
+        if not all(map(math.isfinite, self.values)):
+            shown = ", ".join(map(str, self.values))
+            raise ConfigError(f"a schedule must have finite values, got {shown}")
+        if (self.peak is None) != (self.turn is None):
+            raise ConfigError("a schedule must have a peak and its moment, or neither")
+        if self.turn is not None and not self.begin <= self.turn <= self.finish:
+            raise ConfigError(
+                "a schedule must reach its peak between the moments at which it begins and "
+                f"finishes, got {self.begin:g}, {self.turn:g} and {self.finish:g}"
+            )
         if self.in_steps and not 0.0 <= self.begin <= self.finish < math.inf:
             raise ConfigError(
                 "a schedule must change between two steps, 0 <= begin <= finish, got "
@@ -70,14 +87,28 @@ class Schedule:
         - ``"0->0.1@2000s:3000s"``: between these steps.
         - ``"0->0.1@settled+500s"``, ``"0->0.1@settled+0.2"``: from when the task loss has settled,
           over 500 steps or a fifth of training.
+        - ``"0->0.1->0@0.5:0.75:0.9"``: up to 0.1 at three quarters, and down again.
         """
+        if (peaked := _PEAKED.fullmatch(text)) is not None:
+            start, peak, end, begin, turn, finish = peaked.groups()
+            in_steps = _are_steps(text, begin, turn, finish)
+            begin, turn, finish = (moment.removesuffix("s") for moment in (begin, turn, finish))
+            return cls(
+                float(start),
+                float(end),
+                float(begin),
+                float(finish),
+                in_steps=in_steps,
+                peak=float(peak),
+                turn=float(turn),
+            )
         match = _FORM.fullmatch(text)
         if match is None:
             raise ConfigError(
                 "a schedule must be a number, 'START->END' or 'START->END@BEGIN:FINISH' with "
                 "fractions of training, such as '0->0.1@0.5:0.75', with steps, such as "
-                "'0->0.1@2000s:3000s', or '0->0.1@settled+500s', got "
-                f"{text!r}"
+                "'0->0.1@2000s:3000s', '0->0.1@settled+500s', or with a peak, such as "
+                f"'0->0.1->0@0.5:0.75:0.9', got {text!r}"
             )
         start, end, begin, finish, length = match.groups()
         if end is None:
@@ -85,25 +116,27 @@ class Schedule:
         if length is not None:
             begin, finish = "0s" if length.endswith("s") else "0", length
         begin, finish = begin or "0", finish or "1"
-        if begin.endswith("s") != finish.endswith("s"):
-            raise ConfigError(
-                f"a schedule must begin and finish both at steps or both at fractions, got {text!r}"
-            )
+        in_steps = _are_steps(text, begin, finish)
         return cls(
             float(start),
             float(end),
             float(begin.removesuffix("s")),
             float(finish.removesuffix("s")),
-            in_steps=finish.endswith("s"),
+            in_steps=in_steps,
             when_settled=length is not None,
         )
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """That it goes through; all others lie between them."""
+        return (self.start, self.end) if self.peak is None else (self.start, self.peak, self.end)
 
     def __call__(self, progress: float) -> float:
         """Value at ``progress``, 0 at the first step of training and 1 at the last.
 
         For schedules by fractions; :meth:`at` is for all.
         """
-        return self._between(progress, self.begin, self.finish)
+        return self._when(progress)
 
     def at(self, step: int, num_steps: int, settled: int | None = None) -> float:
         """Value during a step.
@@ -118,7 +151,7 @@ class Schedule:
                 return self.start
             step = step - settled
         if self.in_steps:
-            return self._between(step, self.begin, self.finish)
+            return self._when(step)
         return self(min(1.0, step / max(1, num_steps - 1)))
 
     def last_moment_to_settle(self, num_steps: int) -> float:
@@ -126,16 +159,16 @@ class Schedule:
         length = self.finish if self.in_steps else self.finish * (num_steps - 1)
         return max(0.0, num_steps - 1 - length)
 
-    def _between(self, now: float, begin: float, finish: float) -> float:
-        if now >= finish:
-            return self.end
-        if now <= begin:
-            return self.start
-        return self.start + (now - begin) / (finish - begin) * (self.end - self.start)
+    def _when(self, now: float) -> float:
+        if self.peak is None or self.turn is None:
+            return _line(now, self.begin, self.finish, self.start, self.end)
+        if now < self.turn:
+            return _line(now, self.begin, self.turn, self.start, self.peak)
+        return _line(now, self.turn, self.finish, self.peak, self.end)
 
     @property
     def is_constant(self) -> bool:
-        return self.start == self.end
+        return len(set(self.values)) == 1
 
     def __str__(self) -> str:
         """The form that :meth:`parse` reads."""
@@ -145,8 +178,27 @@ class Schedule:
         finish = f"{self.finish:.12g}{unit}"
         if self.when_settled:
             span = f"@settled+{finish}"
+        elif self.turn is not None:
+            span = f"@{self.begin:.12g}{unit}:{self.turn:.12g}{unit}:{finish}"
         elif (self.begin, self.finish, unit) == (0.0, 1.0, ""):
             span = ""
         else:
             span = f"@{self.begin:.12g}{unit}:{finish}"
-        return f"{self.start:g}->{self.end:g}{span}"
+        return "->".join(f"{value:g}" for value in self.values) + span
+
+
+def _line(now: float, begin: float, finish: float, start: float, end: float) -> float:
+    if now >= finish:
+        return end
+    if now <= begin:
+        return start
+    return start + (now - begin) / (finish - begin) * (end - start)
+
+
+def _are_steps(text: str, *moments: str) -> bool:
+    are_steps = {moment.endswith("s") for moment in moments}
+    if len(are_steps) > 1:
+        raise ConfigError(
+            f"a schedule must begin and finish both at steps or both at fractions, got {text!r}"
+        )
+    return are_steps.pop()

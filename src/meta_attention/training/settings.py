@@ -106,7 +106,7 @@ class RunSettings:
                     f"{name} must reach its end within the {self.steps} steps of training, got "
                     f"{schedule}"
                 )
-            if name != "uncertainty_threshold" and min(schedule.start, schedule.end) < 0.0:
+            if name != "uncertainty_threshold" and min(schedule.values) < 0.0:
                 raise ConfigError(f"{name} must be >= 0, got {schedule}")
 
     @property
