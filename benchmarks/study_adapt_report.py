@@ -37,6 +37,10 @@ FAMILIES = {
                 "key-value head among three experts, pressed by the KL",
             ),
             (
+                "wide key-value head, weak prior",
+                "key-value head among three experts, a prior of a tenth of the strength",
+            ),
+            (
                 "wide key-value head, fading KL",
                 "key-value head among three experts, the KL gone before routes are taken",
             ),

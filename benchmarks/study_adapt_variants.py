@@ -135,6 +135,8 @@ SCALES = {
 BY_HEAD, BY_TOKEN = {"route_granularity": "kv_head"}, {"route_granularity": "token"}
 WIDE = BY_HEAD | {"is_wide": True}
 FADING_KL = Schedule.parse("0->0.002->0@0.1:0.4:0.8")
+# strength of a weak prior; the default is 1
+WEAK = 0.1
 # in place of a cost: the wide window everywhere
 WINDOW = "window"
 # what a training changes of the defaults of meta-attention adapt
@@ -145,6 +147,8 @@ TRAININGS: dict[str, dict[str, Any]] = {
     **{f"kv-head-wide-{cost:g}": WIDE | {"target_cost": cost} for cost in (0.15, 0.25)},
     # the KL goes to 0 again until routes are no longer drawn
     "fading-kv-head-wide-0.25": WIDE | {"target_cost": 0.25, "kl_weight": FADING_KL},
+    # little of the prior in the beliefs, so that little evidence makes them sure
+    "weak-kv-head-wide-0.25": WIDE | {"target_cost": 0.25, "prior_strength": WEAK},
     "prior-free-kv-head-wide-0.25": WIDE | {"target_cost": 0.25, "controller": "prior_free"},
     # pressed by the KL, as the paper would have it
     "kl-kv-head-wide-0.25": WIDE
@@ -233,6 +237,7 @@ def derived_variants(scale: Scale, name: str) -> list[Variant]:
     kind = "key-value head" if training.get("route_granularity") == "kv_head" else "token"
     kind = f"wide {kind}" if training.get("is_wide") else kind
     kind += ", by its KL" if "cost_weight" in training else ""
+    kind += ", weak prior" if "prior_strength" in training else ""
     kind += ", fading KL" if training.get("kl_weight") == FADING_KL else ""
     is_prior_free = training.get("controller") == "prior_free"
     family = f"ours, {kind}"

@@ -173,6 +173,7 @@ class Variant:
             be as strong as it must without making routes uncertain.
         kl_course: What becomes of that KL: ``"kept"`` to the end; ``"fading"`` straight to 0 until
             routes are no longer drawn; ``"none"`` from the start, a prior that counts for nothing.
+        prior_strength: Scale of the prior, which is part of every belief.
         depth_capacity: Share of tokens that enter every other block.
         residual: What blocks read of those before them.
     """
@@ -188,6 +189,7 @@ class Variant:
     is_blind: bool = False
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
+    prior_strength: float = 1.0
     depth_capacity: float | None = None
     residual: ResidualName = "sum"
 
@@ -266,6 +268,7 @@ class Variant:
             cost_length=scale.length,
             window_size=self.widen * scale.window_size,
             controller=self.controller,
+            prior_strength=self.prior_strength,
             start_expert="full" if self.is_routed else None,
             training_weights=self.draw,
             route_gradient=self.gradient,
@@ -344,6 +347,7 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     "tilted": lambda v: replace(v, is_tilted=True),
     "fading": lambda v: replace(v, is_tilted=True, kl_course="fading"),
     "flat": lambda v: replace(v, is_tilted=True, kl_course="none"),
+    "weak": lambda v: replace(v, prior_strength=0.1),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),

@@ -206,6 +206,12 @@ def test_every_training_is_one_of_a_router(cache):
     assert (own.family, random.family) == ("ours, key-value head", "random")
     wide, *_ = derived_variants(SCALES["full"], "kv-head-wide-0.25")
     assert wide.family == "ours, wide key-value head"
+    weak, *_ = derived_variants(SCALES["full"], "weak-kv-head-wide-0.25")
+    fading, *_ = derived_variants(SCALES["full"], "fading-kv-head-wide-0.25")
+    assert (weak.family, fading.family) == (
+        f"{wide.family}, weak prior",
+        f"{wide.family}, fading KL",
+    )
     (free,) = derived_variants(SCALES["full"], "prior-free-kv-head-wide-0.25")
     assert free.family == "prior-free"
     assert [v.cost for v in moved] == list(SCALES["full"].costs)

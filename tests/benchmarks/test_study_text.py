@@ -598,3 +598,11 @@ def test_the_kl_of_a_tilted_variant_may_fade_until_routes_are_taken_or_count_for
     assert kl_weights("tilted") == pytest.approx([0, 0.5, 1, 1, 1, 1], abs=0.07)
     assert kl_weights("fading") == pytest.approx([0, 0.5, 1, 0.5, 0, 0], abs=0.07)
     assert kl_weights("flat") == [0.0] * 6
+
+
+def test_a_weak_prior_is_a_tenth_of_the_others():
+    strong, weak = (
+        find_variant(f"bayes-global-kv_head-0.2-tilted{ending}").model_config(SCALES["tiny"], 64)
+        for ending in ("", "-weak")
+    )
+    assert (strong.prior_strength, weak.prior_strength) == (1.0, 0.1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meta_attention.adapt import load_adapter
+from meta_attention.adapt import load_adapter, routers_of
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.testing.pretrained import build_base
 from meta_attention.training.corpus import Corpus
@@ -78,6 +78,18 @@ def test_a_middle_window_is_named_by_its_size(run, base, text, tmp_path):
     assert list(shares) == ["full", "local:12", "local"]
     shown = run("generate", "--adapter", tmp_path / "a", "--base", base, "--prompt", "5 squared")
     assert shown.exit_code == 0, shown.exception
+
+
+def test_a_weaker_prior_is_part_of_the_adapter(run, base, text, tmp_path):
+    flags = ("--prior-strength", 0.1, "--kl-weight", "0->0.002->0@0.1:0.4:0.8")
+    result = run("adapt", base, "--data", text, "--out", tmp_path / "a", *SHORT, *flags)
+    assert result.exit_code == 0, result.exception
+    model = load_adapter(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
+    prior = routers_of(model)[0].controller.prior_concentration
+    assert 0.05 < prior.max() < 0.11
+    assert (
+        json.loads((tmp_path / "a" / "run.json").read_text())["settings"]["kl_weight"] == flags[3]
+    )
 
 
 def test_a_run_goes_on_where_it_is(run, adapter):

@@ -122,8 +122,17 @@ def test_a_schedule_may_wait_until_the_loss_has_settled(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["0.1", "0->0.1", "0->1@0.25:0.5", "0->1@20s:3000s", "0->1@settled+5s", "1->0@settled+1"]
-    + ["0->0.1->0@0.2:0.4:0.8", "0->0.1->0.05@20s:40s:80s", "0->1->0@0:0.5:1"],
+    [
+        "0.1",
+        "0->0.1",
+        "0->1@0.25:0.5",
+        "0->1@20s:3000s",
+        "0->1@settled+5s",
+        "1->0@settled+1",
+        "0->0.1->0@0.2:0.4:0.8",
+        "0->0.1->0.05@20s:40s:80s",
+        "0->1->0@0:0.5:1",
+    ],
 )
 def test_every_form_is_written_as_it_is_read(text):
     assert str(Schedule.parse(text)) == text

@@ -156,6 +156,9 @@ def adapt(
         _flag("what routes run and learn from in training: all experts (default), or the chosen"),
     ] = None,
     controller: Annotated[Controller | None, _flag("how tokens choose")] = None,
+    prior_strength: Annotated[
+        float | None, _flag("scale of the prior, the paper's beta_0; default 1", min=0.0)
+    ] = None,
     lora_rank: Annotated[
         int | None, _flag("also train a LoRA of the attention projections (needs peft)", min=0)
     ] = None,
