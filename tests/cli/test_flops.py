@@ -122,3 +122,9 @@ def test_help_has_examples_and_does_not_load_torch():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "meta-attention flops --mix full=" in result.stdout.partition("examples:")[2]
+
+
+def test_blocks_of_residuals_without_such_residuals_are_refused(run):
+    result = run("flops", "--residual", "attention", "--residual-blocks", 4)
+    assert isinstance(result.exception, ConfigError)
+    assert "--residual-blocks needs --residual block_attention" in str(result.exception)

@@ -9,7 +9,7 @@ one: by its shape, and by a sample of its weights, whatever precision they are l
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import meta_attention
 from meta_attention.adapt.config import AdaptConfig
 from meta_attention.adapt.families import family_of
 from meta_attention.adapt.lora import has_lora, load_lora, require_peft, save_lora
-from meta_attention.adapt.model import ModelType, adapt
+from meta_attention.adapt.model import ModelType, install_routers, new_routers
 from meta_attention.adapt.router import Router, routers_of
 from meta_attention.errors import ConfigError, DataError, OtherBaseError
 
@@ -122,8 +122,10 @@ def load_adapter(
     if card.get("lora"):
         # before anything changes: once it is installed, the same model can be tried again
         require_peft(f"{folder}, which was trained with LoRA,")
-    adapt(model, AdaptConfig.of(card["settings"]))
-    _fill(routers_of(model), tensors, Path(folder))
+    routers = new_routers(model, AdaptConfig.of(card["settings"]))
+    _fill(routers.values(), tensors, Path(folder))
+    # nothing has changed so far: a broken file leaves the model as it was
+    install_routers(model, routers)
     if card.get("lora"):
         load_lora(model, Path(folder))
     return model
@@ -216,7 +218,7 @@ def _pretrained(model: nn.Module) -> PreTrainedModel:
     return found[0]
 
 
-def _tensors(routers: list[Router]) -> dict[str, Tensor]:
+def _tensors(routers: Iterable[Router]) -> dict[str, Tensor]:
     return {
         f"layers.{router.layer_idx}.{name}": tensor.detach().cpu().contiguous()
         for router in routers
@@ -232,7 +234,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise DataError(f"{path} cannot be read: {error}; save the adapter anew") from None
 
 
-def _fill(routers: list[Router], tensors: dict[str, Tensor], folder: Path) -> None:
+def _fill(routers: Collection[Router], tensors: dict[str, Tensor], folder: Path) -> None:
     expected = _tensors(routers)
     for name in sorted(expected.keys() | tensors.keys()):
         a, b = expected.get(name), tensors.get(name)

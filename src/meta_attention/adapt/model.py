@@ -1,6 +1,6 @@
 """``adapt``: a pretrained model, routed, with all of its weights as they were."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
@@ -36,7 +36,13 @@ def adapt(model: ModelType, config: AdaptConfig | None = None, **settings: Any) 
         raise ConfigError("adapt takes a config or settings, not both")
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"adapt takes a Transformers model, got a {type(model).__name__}")
-    config = AdaptConfig.of(settings) if config is None else config
+    routers = new_routers(model, AdaptConfig.of(settings) if config is None else config)
+    install_routers(model, routers)
+    return model
+
+
+def new_routers(model: PreTrainedModel, config: AdaptConfig) -> dict[int, Router]:
+    """Routers for the layers of a model, which is left as it is."""
     family = family_of(model.config)
     modules = family.attention_modules(model)
     _check(model, family, modules)
@@ -47,8 +53,12 @@ def adapt(model: ModelType, config: AdaptConfig | None = None, **settings: Any) 
         config.for_base(family.shape(model.config), causal=family.causal, use_rope=family.use_rope),
         layers,
     )
-    routers = {index: Router(adaptation, index) for index in layers}
-    # nothing has changed so far: a mistake above leaves the model as it was
+    return {index: Router(adaptation, index) for index in layers}
+
+
+def install_routers(model: PreTrainedModel, routers: Mapping[int, Router]) -> None:
+    """Let the layers of a model attend as its :func:`new_routers` say."""
+    modules = family_of(model.config).attention_modules(model)
     model.set_attn_implementation(IMPLEMENTATIONS[_below(model)])
     generation = getattr(model, "generation_config", None)
     if generation is not None and not all(r.can_be_captured for r in routers.values()):
@@ -61,7 +71,6 @@ def adapt(model: ModelType, config: AdaptConfig | None = None, **settings: Any) 
         module.add_module("router", router.to(device, model.dtype))
         router.train(module.training)
         module.register_forward_pre_hook(hand_inputs, with_kwargs=True)
-    return model
 
 
 def freeze_base(model: nn.Module) -> None:

@@ -63,8 +63,9 @@ def flops(
         typer.Option(help="what sublayers read: the sum of outputs, or attention over them"),
     ] = Residual.sum,
     residual_blocks: Annotated[
-        int, typer.Option(min=1, help="sums that --residual block_attention reads")
-    ] = 8,
+        int | None,
+        typer.Option(min=1, help="sums that --residual block_attention reads; default 8"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Count the operations of a forward: attention alone, with its projections, the whole model.
@@ -73,6 +74,9 @@ def flops(
     each figure is its ratio to the same model with full attention and no controller.
     """
     shares = _parse_mix(mix)
+    if residual_blocks is not None and residual is not Residual.block_attention:
+        raise ConfigError("--residual-blocks needs --residual block_attention, which reads them")
+    residual_blocks = residual_blocks or 8
     # torch and transformers load here, so that --help stays instant
     from meta_attention.config import MetaAttentionConfig
     from meta_attention.evaluation.flops import LENGTHS, cost_table
