@@ -139,7 +139,10 @@ def adapt(
         ),
     ] = None,
     window_size: Annotated[
-        int | None, _flag("reach of local attention; default 256", min=1)
+        int | None,
+        _flag(
+            "reach of local attention; default 256, or a 32nd of --length where that is less", min=1
+        ),
     ] = None,
     num_sinks: Annotated[
         int | None, _flag("first tokens that local attention sees as well; default 4", min=0)

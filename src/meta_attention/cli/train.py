@@ -58,9 +58,10 @@ tasks:
 schedules:
   --kl-weight takes a number, or START->END, or START->END@BEGIN:FINISH in fractions of training:
   "0->0.1@0.5:0.75" is 0 for the first half, rises until three quarters, and stays at 0.1.
-  "0->0.1@2000s:3000s" rises between these steps. "0->0.1@settled+500s" waits until the task loss
-  has settled, then rises for 500 steps ("settled+0.2": for a fifth of training). Settled: its mean
-  over --settle-steps fell by less than --settle-drop. A run that never settles rises at its end.
+  "0->0.1@2000s:3000s" rises between these steps; "0->0.1->0@0.5:0.7:0.8" rises and falls again.
+  "0->0.1@settled+500s" waits until the task loss has settled, then rises for 500 steps
+  ("settled+0.2": for a fifth of training). Settled: its mean over --settle-steps fell by less than
+  --settle-drop. A run that never settles rises at its end.
   --cost-weight likewise; a prior_free controller has nothing else to make it cheap. Hard routes of
   demo and bytes-small are pressed by it, and their KL has a tenth of its weight; --kl-weight given
   alone presses in its place, as it does in recall and needle and where routes are soft or gated.

@@ -11,14 +11,25 @@ from meta_attention.training.settings import NO_WEIGHT
     [
         ({}, 8192, ("full", "local:1024", "local")),
         ({"window_size": 128}, 8192, ("full", "local:512", "local")),
-        ({}, 2048, ("full", "local:1024", "local")),
+        ({}, 1024, ("full", "local:128", "local")),
+        ({"window_size": 256}, 2048, ("full", "local:1024", "local")),
         # of blocks this short the wide window would be most
-        ({}, 2047, ("full", "local")),
+        ({"window_size": 256}, 2047, ("full", "local")),
         ({"experts": ("full", "linear")}, 512, ("full", "linear")),
     ],
 )
 def test_the_wide_window_goes_with_the_other_one_and_with_the_length(given, length, experts):
     assert RouterSettings.of(given).experts_for(length) == experts
+
+
+@pytest.mark.parametrize("length", [100, 1024, 2048, 8192, 131072])
+def test_the_window_leaves_the_default_target_within_reach(length):
+    settings = RouterSettings.of({})
+    config = settings.adapt_config(length)
+    assert config.window_size == settings.window_for(length) <= 256
+    # each token sees at most a window, where it would see half of the block
+    assert 2 * config.window_size / length < settings.target_cost / 2
+    assert RouterSettings.of({"window_size": 300}).window_for(length) == 300
 
 
 def test_what_makes_routes_cheap_is_their_cost_and_without_a_prior_there_is_no_kl():

@@ -14,6 +14,9 @@ LossName = Literal["distill", "lm", "both"]
 
 # longest block by default: longer ones cost memory, and most texts are shorter
 DEFAULT_LENGTH = 8192
+# the window by default, and the share of a block it has at most: a quarter of the attention, which
+# is asked for by default, must be within reach
+DEFAULT_WINDOW, WINDOW_SHARE = 256, 32
 # of the wide window of the default experts, in windows
 WIDE = 4
 # the base has the capability, so pressing may start early
@@ -42,7 +45,8 @@ class RouterSettings(RunSettings):
     experts: tuple[str, ...] | None = None
     """What heads choose among; None: full attention, the window, and a wide one between them where
     blocks are at least twice as long as that."""
-    window_size: int = 256
+    window_size: int | None = None
+    """None: 256, or a 32nd of a block where that is less."""
     num_sinks: int = 4
     layers: tuple[int, ...] | None = None
     route_granularity: RouteGranularity = "kv_head"
@@ -119,11 +123,17 @@ class RouterSettings(RunSettings):
         """The learning rate, where none was given one that fits the width of the base."""
         return min(MAX_LR, 2.0 / width) if self.lr is None else self.lr
 
+    def window_for(self, length: int) -> int:
+        """The window, where none was given one that fits the length of a block."""
+        if self.window_size is not None:
+            return self.window_size
+        return max(1, min(DEFAULT_WINDOW, length // WINDOW_SHARE))
+
     def experts_for(self, length: int) -> tuple[str, ...]:
         """The experts, where none were given those that fit the length of a block."""
         if self.experts is not None:
             return self.experts
-        wide = WIDE * self.window_size
+        wide = WIDE * self.window_for(length)
         return ("full", "local") if 2 * wide > length else ("full", f"local:{wide}", "local")
 
     def adapt_config(self, length: int) -> AdaptConfig:
@@ -131,7 +141,7 @@ class RouterSettings(RunSettings):
         experts = self.experts_for(length)
         return AdaptConfig(
             experts=experts,
-            window_size=self.window_size,
+            window_size=self.window_for(length),
             num_sinks=self.num_sinks,
             layers=self.layers,
             route_granularity=self.route_granularity,
