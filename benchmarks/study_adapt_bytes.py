@@ -1,0 +1,251 @@
+"""Which settings of a router keep a model's predictions? A byte model on a CPU, in many seeds.
+
+A small Llama is trained on bytes; then routers are trained on it as ``meta-attention adapt`` does,
+with one thing changed at a time. What holds here is worth a try on a model that matters, where a
+training costs minutes of a GPU. Every run is a folder; what is there is not done again.
+
+    python benchmarks/study_adapt_bytes.py base --data books/train-00000.jsonl.xz --out runs/bytes
+    python benchmarks/study_adapt_bytes.py all --out runs/bytes --seeds 4 --parallel 2
+    python benchmarks/study_adapt_bytes.py report --runs runs/bytes --json runs/bytes/rows.json
+
+Without --data the text is Python's manual. "NAME --help" says more of each.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from study_adapt_variants import FADING_KL, WEAK
+from study_jobs import Job, run_command, run_side_by_side, say
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from meta_attention.adapt import load_tokenizer
+from meta_attention.adapt.adapters import CARD_FILE
+from meta_attention.adapt.training import open_router_run, train_router
+from meta_attention.bench.machine import describe_machine
+from meta_attention.errors import ConfigError, DataError
+from meta_attention.evaluation.statistics import half_interval
+from meta_attention.training.corpus import Corpus, read_corpus, split_corpus
+from meta_attention.training.run import RUN_FILE
+from meta_attention.training.settings import NO_WEIGHT
+from meta_attention.training.tokenizer import build_tokenizer
+
+BASE, TEXT = "base", "text.json"
+MAX_BYTES, LENGTH, BATCH, LR = 2_500_000, 384, 8, 2e-3
+# what a training changes of the defaults of meta-attention adapt; the first is compared with
+VARIANTS: dict[str, dict[str, Any]] = {
+    "strength 1": {"prior_strength": 1.0},
+    "strength 1, fading KL": {"prior_strength": 1.0, "kl_weight": FADING_KL},
+    "strength 0.1": {"prior_strength": WEAK},
+    "strength 0.1, fading KL": {"prior_strength": WEAK, "kl_weight": FADING_KL},
+    "strength 0.1, no KL": {"prior_strength": WEAK, "kl_weight": NO_WEIGHT},
+    "prior-free": {"controller": "prior_free"},
+}
+ROUTING = {
+    "length": LENGTH,
+    "window_size": 8,
+    "experts": ("full", "local:32", "local"),
+    "target_cost": 0.25,
+    "precision": "fp32",
+}
+FIGURES = ("divergence", "loss_increase", "attention_share", "recall_divergence")
+
+
+def train_base(data: Sequence[str], out: Path, steps: int) -> None:
+    """Train the byte model on all but what runs are measured on, and save it."""
+    if (out / BASE / "config.json").is_file():
+        raise ConfigError(f"{out} has a base already; take another folder, or remove it")
+    train, _ = split_corpus(read_corpus(data, max_bytes=MAX_BYTES))
+    tokenizer = build_tokenizer("bytes", Corpus("none", [""]))
+    ids = torch.tensor([i for text in train.documents for i in tokenizer(text)["input_ids"]])
+    if len(ids) <= LENGTH:
+        raise DataError(f"the text must have more than {LENGTH} bytes, got {len(ids)}")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=96,
+            intermediate_size=288,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=2 * LENGTH,
+            tie_word_embeddings=True,
+        )
+    )
+    optimiser = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    for step in range(steps):
+        rate = min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+        for group in optimiser.param_groups:
+            group["lr"] = LR * rate
+        batch = _batch(ids)
+        loss = model(batch, labels=batch).loss
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if (step + 1) % 100 == 0 or step + 1 == steps:
+            say(f"step {step + 1}/{steps}: loss {loss.item():.4f}")
+    (out / BASE).mkdir(parents=True, exist_ok=True)
+    (out / TEXT).write_text(json.dumps({"data": list(data), "steps": steps}) + "\n")
+    tokenizer.save_pretrained(out / BASE)
+    model.save_pretrained(out / BASE)
+
+
+def _batch(ids: Tensor) -> Tensor:
+    starts = torch.randint(len(ids) - LENGTH, (BATCH, 1))
+    return ids[starts + torch.arange(LENGTH)]
+
+
+def folder_of(out: Path, variant: str, seed: int) -> Path:
+    return out / "runs" / f"{variant.replace(', ', '-').replace(' ', '-')}-seed{seed}"
+
+
+def run_one(out: Path, variant: str, seed: int, steps: int) -> dict[str, Any]:
+    folder = folder_of(out, variant, seed)
+    if (folder / CARD_FILE).is_file():
+        return json.loads((folder / RUN_FILE).read_text())
+    path = out / BASE
+    text = json.loads((out / TEXT).read_text())
+    given = (
+        {"model": str(path), "data": tuple(text["data"]), "max_bytes": MAX_BYTES}
+        | {"seed": seed, "steps": steps, "eval_every": steps, "save_every": steps}
+        | ROUTING
+        | VARIANTS[variant]
+    )
+    is_begun = (folder / RUN_FILE).is_file()
+    settings = open_router_run(folder, given, resume=is_begun)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = load_tokenizer(str(path))
+    return train_router(model, tokenizer, settings, folder, resume=is_begun, say=say)
+
+
+def report(out: Path, path: Path | None) -> list[dict[str, Any]]:
+    """A row for every variant, and how far from the first it is, seed by seed."""
+    by_variant: dict[str, dict[int, dict[str, float]]] = {}
+    for variant in VARIANTS:
+        for folder in sorted((out / "runs").glob(f"{folder_of(out, variant, 0).name[:-1]}*")):
+            record = json.loads((folder / RUN_FILE).read_text())
+            if record["finished"]:
+                figures = {name: record["metrics"][name] for name in FIGURES}
+                by_variant.setdefault(variant, {})[record["settings"]["seed"]] = figures
+    if not by_variant:
+        raise DataError(f"{out} has no finished runs")
+    first = by_variant.get(next(iter(VARIANTS)), {})
+    rows = []
+    for variant, runs in by_variant.items():
+        row: dict[str, Any] = {"variant": variant, "seeds": sorted(runs)}
+        for name in FIGURES:
+            row[name] = [runs[seed][name] for seed in sorted(runs)]
+        row["against_first"] = [
+            runs[seed]["divergence"] - first[seed]["divergence"]
+            for seed in sorted(runs)
+            if seed in first
+        ]
+        rows.append(row)
+    if path is not None:
+        text = json.loads((out / TEXT).read_text())
+        # what was read, not where it lay
+        text["data"] = ["/".join(Path(name).parts[-2:]) for name in text["data"]]
+        machine = describe_machine(torch.device("cpu"))
+        summary = {"machine": machine, "base": text, "routing": ROUTING, "rows": rows}
+        path.write_text(json.dumps(summary, indent=1, default=str) + "\n")
+    _print_table(rows)
+    return rows
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="means over seeds, +- half of the 95% interval")
+    for title in ("variant", "seeds", "divergence", "against the first", "loss increase", "cost"):
+        table.add_column(title, justify="left" if title == "variant" else "right")
+    for row in rows:
+        table.add_row(
+            row["variant"],
+            str(len(row["seeds"])),
+            _mean(row["divergence"]),
+            _mean(row["against_first"], "+"),
+            _mean(row["loss_increase"], "+"),
+            f"{statistics.mean(row['attention_share']):.3f}",
+        )
+    Console(width=120).print(table)
+
+
+def _mean(values: Sequence[float], sign: str = "") -> str:
+    if not values:
+        return "-"
+    half = half_interval(values)
+    return f"{statistics.mean(values):{sign}.5f}" + ("" if half is None else f" +-{half:.5f}")
+
+
+def run_all(args: argparse.Namespace) -> int:
+    jobs = [
+        Job(name, (seed,), (folder_of(args.out, name, seed),), CARD_FILE)
+        for seed in range(args.seeds)
+        for name in args.variants
+        if not (folder_of(args.out, name, seed) / CARD_FILE).is_file()
+    ]
+    say(f"{len(jobs)} of {args.seeds * len(args.variants)} runs are missing")
+
+    def command_of(job: Job, stop_at: float) -> list[str]:
+        named = ["--variant", job.variant, "--seed", str(job.seeds[0])]
+        return [__file__, "run", "--out", str(args.out), *named, "--steps", str(args.steps)]
+
+    return run_side_by_side(jobs, command_of, parallel=args.parallel, time_limit=math.inf)
+
+
+def run_named(args: argparse.Namespace) -> int:
+    metrics = run_one(args.out, args.variant, args.seed, args.steps)["metrics"]
+    shown = f"divergence {metrics['divergence']:.5f} at {metrics['attention_share']:.3f}"
+    print(f"{args.variant} seed {args.seed}: {shown}")
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("base", help="train the byte model; minutes")
+    command.add_argument("--data", nargs="+", default=[], help="files or folders of text")
+    command.add_argument("--out", type=Path, required=True, help="folder of base and runs")
+    command.add_argument("--steps", type=int, default=900)
+    command.set_defaults(call=lambda args: train_base(args.data, args.out, args.steps))
+
+    command = commands.add_parser("run", help="train one router")
+    command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--variant", choices=list(VARIANTS), required=True)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--steps", type=int, default=300)
+    command.set_defaults(call=run_named)
+
+    command = commands.add_parser("all", help="every missing run, several side by side")
+    command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    command.add_argument("--seeds", type=int, default=4)
+    command.add_argument("--parallel", type=int, default=2, help="processes at a time")
+    command.add_argument("--steps", type=int, default=300)
+    command.set_defaults(call=run_all)
+
+    command = commands.add_parser("report", help="the table, and its figures as JSON")
+    command.add_argument("--runs", type=Path, required=True, help="the folder of --out")
+    command.add_argument("--json", type=Path, help="file to write")
+    command.set_defaults(call=lambda args: not report(args.runs, args.json))
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_command(build_parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
