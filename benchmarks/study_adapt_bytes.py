@@ -110,6 +110,10 @@ def folder_of(out: Path, variant: str, seed: int) -> Path:
     return out / "runs" / f"{variant.replace(', ', '-').replace(' ', '-')}-seed{seed}"
 
 
+def _pattern(out: Path, variant: str) -> str:
+    return folder_of(out, variant, 0).name.removesuffix("0") + "*"
+
+
 def run_one(out: Path, variant: str, seed: int, steps: int) -> dict[str, Any]:
     folder = folder_of(out, variant, seed)
     if (folder / CARD_FILE).is_file():
@@ -133,8 +137,8 @@ def report(out: Path, path: Path | None) -> list[dict[str, Any]]:
     """A row for every variant, and how far from the first it is, seed by seed."""
     by_variant: dict[str, dict[int, dict[str, float]]] = {}
     for variant in VARIANTS:
-        for folder in sorted((out / "runs").glob(f"{folder_of(out, variant, 0).name[:-1]}*")):
-            record = json.loads((folder / RUN_FILE).read_text())
+        for path_of_run in sorted((out / "runs").glob(f"{_pattern(out, variant)}/{RUN_FILE}")):
+            record = json.loads(path_of_run.read_text())
             if record["finished"]:
                 figures = {name: record["metrics"][name] for name in FIGURES}
                 by_variant.setdefault(variant, {})[record["settings"]["seed"]] = figures

@@ -268,12 +268,15 @@ def test_a_window_that_hides_nothing_is_refused_where_layers_route(recipe, given
 
 
 @pytest.mark.parametrize("name", ["demo", "bytes-small"])
-def test_text_is_pressed_by_its_cost_and_the_kl_keeps_a_tenth(name):
+def test_text_is_pressed_by_its_cost_and_the_kl_has_a_tenth_at_most(name):
     settings = build_settings(name, {})
     cost, kl = settings.cost_weight, settings.kl_weight
-    assert (cost.begin, cost.finish) == (kl.begin, kl.finish)
+    assert cost.begin == kl.begin
     assert (cost.start, kl.start) == (0.0, 0.0)
-    assert kl.end == pytest.approx(0.1 * cost.end)
+    assert max(kl.values) == pytest.approx(0.1 * cost.end)
+    # where routes are taken at the end, it is gone by then
+    if settings.argmax_from < 1.0:
+        assert (kl.end, kl.finish) == (0.0, settings.argmax_from)
     # a prior-free controller is pressed by the same weight
     assert build_settings(name, {"controller": "prior_free"}).cost_weight == cost
     given = Schedule.parse("0->0.5@settled+0.2")

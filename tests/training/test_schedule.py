@@ -52,9 +52,27 @@ def test_a_peak_outside_its_span_is_refused(text):
         Schedule.parse(text)
 
 
-def test_a_peak_without_its_moment_is_refused():
+def test_a_peak_without_its_moment_or_with_two_beginnings_is_refused():
     with pytest.raises(ConfigError, match="a peak and its moment"):
         Schedule(0.0, 1.0, peak=2.0)
+    with pytest.raises(ConfigError, match="waits for a settled loss must have no peak"):
+        Schedule(0.0, 0.0, 0.0, 1.0, when_settled=True, peak=2.0, turn=0.5)
+
+
+@pytest.mark.parametrize("text", ["0->1@0.2:0.5", "0->1->0@0.2:0.4:0.5", "0->1@10s:50s"])
+def test_a_schedule_is_over_once_it_has_reached_its_end(text):
+    """A peak may end where it began, and is not over before it has begun."""
+    schedule = Schedule.parse(text)
+    assert [schedule.is_over(step, 101) for step in (0, 15, 49, 50, 100)] == [False] * 3 + [
+        True
+    ] * 2
+
+
+def test_a_schedule_that_waits_is_over_when_its_time_has_passed():
+    schedule = Schedule.parse("0->1@settled+20s")
+    assert not schedule.is_over(90, 101)
+    assert [schedule.is_over(step, 101, settled=50) for step in (60, 70)] == [False, True]
+    assert Schedule.constant(0.5).is_over(0, 101)
 
 
 values = st.integers(-100, 100).map(lambda n: n / 10)

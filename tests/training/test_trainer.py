@@ -551,6 +551,12 @@ def test_only_models_that_were_pressed_and_cost_what_they_may_compete(tmp_path):
     assert not trainer.may_be_best({"eval_routed_cost": 0.56})
     plain = build_trainer(tmp_path)
     assert plain.may_be_best({})
+    # a KL that ends where it began has not pressed before it has begun
+    kl_weight = Schedule.parse("0->0.1->0@0.2:0.4:0.6")
+    peaked = build_trainer(tmp_path, max_steps=11, kl_weight=kl_weight)
+    assert not peaked.may_be_best({})
+    peaked.state.global_step = 6
+    assert peaked.may_be_best({})
 
 
 def test_evaluation_says_what_hard_routes_cost(tmp_path):

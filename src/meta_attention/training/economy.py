@@ -93,15 +93,15 @@ class Economy:
         check_settling(self.settle_drop, self.settle_steps)
         if self.path is not None and not 0.0 < self.path <= 1.0:
             raise ConfigError(f"path must be a share of the steps left, got {self.path}")
+        if self.target is not None and self.pressure.peak is not None:
+            raise ConfigError(
+                "target_cost must have a weight to steer that stays where it has risen to, got "
+                f"{self.pressure}; a peak is for a KL beside a cost (--cost-weight)"
+            )
         if self.target is not None and self.pressure.end <= 0.0:
             raise ConfigError(
                 "target_cost must have a weight to steer, but the schedule of it ends at 0: raise "
                 "kl_weight, or cost_weight for a prior_free controller"
-            )
-        if self.target is not None and self.pressure.peak is not None:
-            raise ConfigError(
-                "target_cost must have a weight to steer that stays where it has risen to, got "
-                f"{self.pressure}; a peak is for a KL beside a cost"
             )
 
     @property
@@ -117,6 +117,10 @@ class Economy:
     def value(self, schedule: Schedule, step: int) -> float:
         """Of a schedule, during the step that follows ``step`` others."""
         return schedule.at(step, self.num_steps, self.settled)
+
+    def is_over(self, schedule: Schedule, step: int) -> bool:
+        """Whether a schedule has reached its end after so many steps."""
+        return schedule.is_over(step, self.num_steps, self.settled)
 
     def has_begun(self, step: int) -> bool:
         """Whether the pressure is on, or is on throughout."""

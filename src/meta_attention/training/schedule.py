@@ -61,6 +61,8 @@ class Schedule:
                 "a schedule must reach its peak between the moments at which it begins and "
                 f"finishes, got {self.begin:g}, {self.turn:g} and {self.finish:g}"
             )
+        if self.peak is not None and self.when_settled:
+            raise ConfigError("a schedule that waits for a settled loss must have no peak")
         if self.in_steps and not 0.0 <= self.begin <= self.finish < math.inf:
             raise ConfigError(
                 "a schedule must change between two steps, 0 <= begin <= finish, got "
@@ -146,13 +148,21 @@ class Schedule:
             num_steps: How many there are.
             settled: How many had been done when the task loss settled; None: it has not.
         """
+        now = self._moment(step, num_steps, settled)
+        return self.start if now is None else self._when(now)
+
+    def is_over(self, step: int, num_steps: int, settled: int | None = None) -> bool:
+        """Whether it does not change any more; arguments as of :meth:`at`."""
+        now = self._moment(step, num_steps, settled)
+        return self.is_constant or (now is not None and now >= self.finish)
+
+    def _moment(self, step: int, num_steps: int, settled: int | None) -> float | None:
+        """A step in the unit of the schedule; None: before the loss has settled."""
         if self.when_settled:
             if settled is None:
-                return self.start
+                return None
             step = step - settled
-        if self.in_steps:
-            return self._when(step)
-        return self(min(1.0, step / max(1, num_steps - 1)))
+        return step if self.in_steps else min(1.0, step / max(1, num_steps - 1))
 
     def last_moment_to_settle(self, num_steps: int) -> float:
         """Steps after which it must begin to have reached its end with the last one."""

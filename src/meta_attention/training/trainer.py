@@ -103,7 +103,9 @@ class MetaAttentionTrainer(LastingTrainer):
             cost_weight = Schedule.constant(value)
         self.cost_weight = cost_weight
         # a KL beside a cost keeps its weight: it says how certain routes may be, not how cheap
-        self._steers_cost_weight = cost_weight.end > 0.0 or config.controller == "prior_free"
+        self._steers_cost_weight = (
+            max(cost_weight.values) > 0.0 or config.controller == "prior_free"
+        )
         self._is_hard = config.routing == "hard"
         self._depth_weight = config.depth_weight
         self._hold, self._argmax_from = hold, argmax_from
@@ -554,7 +556,7 @@ class MetaAttentionTrainer(LastingTrainer):
         it was asked to be, and that costs what it may, is what the run is for.
         """
         economy, step = self.economy, self.state.global_step
-        if any(economy.value(s, step) != s.end for s in (self.kl_weight, self.cost_weight)):
+        if not all(economy.is_over(s, step) for s in (self.kl_weight, self.cost_weight)):
             return False
         target = economy.target
         return target is None or metrics["eval_routed_cost"] <= TOLERANCE * target
