@@ -46,11 +46,11 @@ from study_adapt_variants import (
     adapt_config,
     find_variants,
     load_plain,
+    make_blind,
     nearest_static,
     read_sensitivity,
 )
 from study_jobs import StopAt, TimeIsOver, parse_changes, run_command, say
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
@@ -58,7 +58,6 @@ from meta_attention import adapt
 from meta_attention.adapt import load_tokenizer, routers_of
 from meta_attention.adapt.adapters import CARD_FILE
 from meta_attention.adapt.training import RouterSettings, open_router_run, train_router
-from meta_attention.controller.controllers import MLPController
 from meta_attention.errors import BackendUnavailableError, ConfigError
 from meta_attention.training.run import RUN_FILE
 
@@ -124,19 +123,6 @@ def train_one(
     if routes is not None:
         (folder / "routes.json").write_text(json.dumps(list(routes.values())) + "\n")
     return record
-
-
-@torch.no_grad()
-def make_blind(model: nn.Module) -> None:
-    """Hidden units of controllers that are the same for every token, and stay so in training."""
-    for router in routers_of(model):
-        controller = router.controller
-        assert isinstance(controller, MLPController)
-        first: Any = controller.mlp[0]
-        nn.init.zeros_(first.weight)
-        nn.init.ones_(first.bias)
-        for parameter in first.parameters():
-            parameter.requires_grad_(True).register_hook(torch.zeros_like)
 
 
 def _routing_settings(settings: RouterSettings) -> dict[str, Any]:

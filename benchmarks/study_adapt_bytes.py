@@ -2,10 +2,12 @@
 
 A small Llama is trained on bytes; then routers are trained on it as ``meta-attention adapt`` does,
 with one thing changed at a time. What holds here is worth a try on a model that matters, where a
-training costs minutes of a GPU. Every run is a folder; what is there is not done again.
+training costs minutes of a GPU. Every run is a folder; what is there is not done again. It is so
+small that all static choices of experts for its heads can be run: what routes are compared with.
 
     python benchmarks/study_adapt_bytes.py base --data books/train-00000.jsonl.xz --out runs/bytes
     python benchmarks/study_adapt_bytes.py all --out runs/bytes --seeds 4 --parallel 2
+    python benchmarks/study_adapt_bytes.py static --out runs/bytes
     python benchmarks/study_adapt_bytes.py report --runs runs/bytes --json runs/bytes/rows.json
 
 Without --data the text is Python's manual. "NAME --help" says more of each.
@@ -23,23 +25,26 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from study_adapt_variants import FADING_KL, WEAK
+from study_adapt_variants import FADING_KL, WEAK, make_blind
 from study_jobs import Job, run_command, run_side_by_side, say
+from study_static_heads import Point, StaticModel, divergence_at, search
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
-from meta_attention.adapt import load_tokenizer
+from meta_attention.adapt import adapt, load_tokenizer
 from meta_attention.adapt.adapters import CARD_FILE
-from meta_attention.adapt.training import open_router_run, train_router
+from meta_attention.adapt.training import RouterSettings, open_router_run, train_router
+from meta_attention.adapt.training.run import read_blocks
 from meta_attention.bench.machine import describe_machine
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.statistics import half_interval
-from meta_attention.training.corpus import Corpus, read_corpus, split_corpus
+from meta_attention.training.corpus import Corpus, read_corpus
+from meta_attention.training.data import hold_out
 from meta_attention.training.run import RUN_FILE
 from meta_attention.training.settings import NO_WEIGHT
 from meta_attention.training.tokenizer import build_tokenizer
 
-BASE, TEXT = "base", "text.json"
+BASE, TEXT, STATIC = "base", "text.json", "static.json"
 MAX_BYTES, LENGTH, BATCH, LR = 2_500_000, 384, 8, 2e-3
 # what a training changes of the defaults of meta-attention adapt; the first is compared with
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -49,6 +54,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "strength 0.1, fading KL": {"prior_strength": WEAK, "kl_weight": FADING_KL},
     "strength 0.1, no KL": {"prior_strength": WEAK, "kl_weight": NO_WEIGHT},
     "prior-free": {"controller": "prior_free"},
+    # one expert for every head, whatever the token
+    "blind": {"is_blind": True},
+    # one route for all heads of a token
+    "per token": {"route_granularity": "token"},
 }
 ROUTING = {
     "length": LENGTH,
@@ -57,14 +66,16 @@ ROUTING = {
     "target_cost": 0.25,
     "precision": "fp32",
 }
-FIGURES = ("divergence", "loss_increase", "attention_share", "recall_divergence")
+FIGURES = ("divergence", "loss_increase", "attention_share", "recall_divergence", "adaptivity")
+# blocks that all static choices are tried on, and the best of them again; of the training text
+FEW_BLOCKS, MANY_BLOCKS, KEPT = 8, 96, 0.05
 
 
 def train_base(data: Sequence[str], out: Path, steps: int) -> None:
     """Train the byte model on all but what runs are measured on, and save it."""
     if (out / BASE / "config.json").is_file():
         raise ConfigError(f"{out} has a base already; take another folder, or remove it")
-    train, _ = split_corpus(read_corpus(data, max_bytes=MAX_BYTES))
+    train, _ = hold_out(read_corpus(data, max_bytes=MAX_BYTES))
     tokenizer = build_tokenizer("bytes", Corpus("none", [""]))
     ids = torch.tensor([i for text in train.documents for i in tokenizer(text)["input_ids"]])
     if len(ids) <= LENGTH:
@@ -106,54 +117,111 @@ def _batch(ids: Tensor) -> Tensor:
     return ids[starts + torch.arange(LENGTH)]
 
 
-def folder_of(out: Path, variant: str, seed: int) -> Path:
+def folder_of(out: Path, variant: str, seed: int | str) -> Path:
     return out / "runs" / f"{variant.replace(', ', '-').replace(' ', '-')}-seed{seed}"
-
-
-def _pattern(out: Path, variant: str) -> str:
-    return folder_of(out, variant, 0).name.removesuffix("0") + "*"
 
 
 def run_one(out: Path, variant: str, seed: int, steps: int) -> dict[str, Any]:
     folder = folder_of(out, variant, seed)
     if (folder / CARD_FILE).is_file():
         return json.loads((folder / RUN_FILE).read_text())
-    path = out / BASE
-    text = json.loads((out / TEXT).read_text())
     given = (
-        {"model": str(path), "data": tuple(text["data"]), "max_bytes": MAX_BYTES}
+        _of_base(out)
         | {"seed": seed, "steps": steps, "eval_every": steps, "save_every": steps}
-        | ROUTING
         | VARIANTS[variant]
     )
+    is_blind = given.pop("is_blind", False)
     is_begun = (folder / RUN_FILE).is_file()
     settings = open_router_run(folder, given, resume=is_begun)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    tokenizer = load_tokenizer(str(path))
+    model = AutoModelForCausalLM.from_pretrained(settings.model)
+    if is_blind:
+        set_seed(seed)
+        adapt(model, settings.adapt_config(LENGTH))
+        make_blind(model)
+    tokenizer = load_tokenizer(settings.model)
     return train_router(model, tokenizer, settings, folder, resume=is_begun, say=say)
+
+
+def _of_base(out: Path) -> dict[str, Any]:
+    """Settings of every router on the base of a folder."""
+    if not (out / TEXT).is_file():
+        raise DataError(f"{out} has no base; run the command base first")
+    text = json.loads((out / TEXT).read_text())
+    data = {"model": str(out / BASE), "data": tuple(text["data"]), "max_bytes": MAX_BYTES}
+    return data | ROUTING
+
+
+def find_static(out: Path) -> dict[str, Any]:
+    """The best static choices by their cost: found on the text of training, measured on the other.
+
+    Once for a folder.
+    """
+    path = out / STATIC
+    if path.is_file():
+        return json.loads(path.read_text())
+    settings = RouterSettings.of(_of_base(out))
+    blocks = read_blocks(load_tokenizer(settings.model), settings, LENGTH)
+    model = AutoModelForCausalLM.from_pretrained(settings.model)
+    adapt(model, settings.adapt_config(LENGTH))
+    # apart from each other, so that no book counts for most of them
+    apart = torch.linspace(0, len(blocks.train) - 1, FEW_BLOCKS + MANY_BLOCKS).long()
+    apart = apart[torch.randperm(len(apart), generator=torch.Generator().manual_seed(0))]
+    few, many = (_stack(blocks.train, at) for at in apart.split([FEW_BLOCKS, MANY_BLOCKS]))
+    found = search(StaticModel(model, few), StaticModel(model, many), keep=KEPT)
+    assert blocks.valid is not None
+    held_out = StaticModel(model, _stack(blocks.valid, torch.arange(len(blocks.valid))))
+    result = {
+        "choices": len(held_out.choices()),
+        "points": [held_out.measure(point.choice).to_dict() for point in found],
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _stack(blocks: Any, at: Tensor) -> Tensor:
+    return torch.stack([blocks[index]["input_ids"] for index in at.tolist()])
+
+
+def read_static(out: Path) -> list[Point]:
+    """The best static choices, the cheapest first; none before they were looked for."""
+    path = out / STATIC
+    if not path.is_file():
+        return []
+    points = json.loads(path.read_text())["points"]
+    return sorted((Point(**point) for point in points), key=lambda p: p.attention_share)
 
 
 def report(out: Path, path: Path | None) -> list[dict[str, Any]]:
     """A row for every variant, and how far from the first it is, seed by seed."""
-    by_variant: dict[str, dict[int, dict[str, float]]] = {}
+    by_variant: dict[str, dict[int, dict[str, Any]]] = {}
+    steps = set()
     for variant in VARIANTS:
-        for path_of_run in sorted((out / "runs").glob(f"{_pattern(out, variant)}/{RUN_FILE}")):
+        every = folder_of(out, variant, "*").relative_to(out)
+        for path_of_run in sorted(out.glob(f"{every}/{RUN_FILE}")):
             record = json.loads(path_of_run.read_text())
             if record["finished"]:
-                figures = {name: record["metrics"][name] for name in FIGURES}
-                by_variant.setdefault(variant, {})[record["settings"]["seed"]] = figures
+                by_variant.setdefault(variant, {})[record["seed"]] = record["metrics"]
+                steps.add(record["steps"])
     if not by_variant:
         raise DataError(f"{out} has no finished runs")
-    first = by_variant.get(next(iter(VARIANTS)), {})
+    if len(steps) > 1:
+        raise DataError(f"runs of one folder must have as many steps, {out} has {sorted(steps)}")
+    first, static = by_variant.get(next(iter(VARIANTS)), {}), read_static(out)
     rows = []
     for variant, runs in by_variant.items():
         row: dict[str, Any] = {"variant": variant, "seeds": sorted(runs)}
         for name in FIGURES:
             row[name] = [runs[seed][name] for seed in sorted(runs)]
+        row["layers"] = [runs[seed]["layers"] for seed in sorted(runs)]
         row["against_first"] = [
             runs[seed]["divergence"] - first[seed]["divergence"]
             for seed in sorted(runs)
             if seed in first
+        ]
+        row["against_static"] = [
+            divergence - divergence_at(static, share)
+            for divergence, share in zip(row["divergence"], row["attention_share"], strict=True)
+            if static
         ]
         rows.append(row)
     if path is not None:
@@ -161,7 +229,10 @@ def report(out: Path, path: Path | None) -> list[dict[str, Any]]:
         # what was read, not where it lay
         text["data"] = ["/".join(Path(name).parts[-2:]) for name in text["data"]]
         machine = describe_machine(torch.device("cpu"))
-        summary = {"machine": machine, "base": text, "routing": ROUTING, "rows": rows}
+        routing = ROUTING | {"steps": steps.pop()}
+        summary = {"machine": machine, "base": text, "routing": routing, "rows": rows}
+        if static:
+            summary["static"] = json.loads((out / STATIC).read_text())
         path.write_text(json.dumps(summary, indent=1, default=str) + "\n")
     _print_table(rows)
     return rows
@@ -169,7 +240,7 @@ def report(out: Path, path: Path | None) -> list[dict[str, Any]]:
 
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     table = Table(title="means over seeds, +- half of the 95% interval")
-    for title in ("variant", "seeds", "divergence", "against the first", "loss increase", "cost"):
+    for title in ("variant", "seeds", "divergence", "against the first", "against static", "cost"):
         table.add_column(title, justify="left" if title == "variant" else "right")
     for row in rows:
         table.add_row(
@@ -177,7 +248,7 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
             str(len(row["seeds"])),
             _mean(row["divergence"]),
             _mean(row["against_first"], "+"),
-            _mean(row["loss_increase"], "+"),
+            _mean(row["against_static"], "+"),
             f"{statistics.mean(row['attention_share']):.3f}",
         )
     Console(width=120).print(table)
@@ -213,6 +284,20 @@ def run_named(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_static(args: argparse.Namespace) -> int:
+    found = find_static(args.out)
+    print(f"the best of {found['choices']} static choices:")
+    for point in read_static(args.out):
+        layers = ", ".join("/".join(names) for names in point.choice)
+        print(f"divergence {point.divergence:.5f} at {point.attention_share:.3f}: {layers}")
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    report(args.runs, args.json)
+    return 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -240,10 +325,16 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--steps", type=int, default=300)
     command.set_defaults(call=run_all)
 
+    command = commands.add_parser(
+        "static", help="the best static choices of experts for heads, of all; minutes"
+    )
+    command.add_argument("--out", type=Path, required=True)
+    command.set_defaults(call=run_static)
+
     command = commands.add_parser("report", help="the table, and its figures as JSON")
     command.add_argument("--runs", type=Path, required=True, help="the folder of --out")
     command.add_argument("--json", type=Path, help="file to write")
-    command.set_defaults(call=lambda args: not report(args.runs, args.json))
+    command.set_defaults(call=run_report)
     return parser
 
 

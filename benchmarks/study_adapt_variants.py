@@ -32,6 +32,7 @@ from meta_attention.adapt import (
 from meta_attention.adapt.adaptation import Way
 from meta_attention.adapt.adapters import CARD_FILE
 from meta_attention.adapt.training.settings import COST_WEIGHT
+from meta_attention.controller.controllers import MLPController
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.forcing import ForcedController, ForcedPosterior
 from meta_attention.training.schedule import Schedule
@@ -357,6 +358,19 @@ def adapt_config(scale: Scale, *, is_wide: bool = False, **changes: Any) -> Adap
         cost_length=scale.length,
         **changes,
     )
+
+
+@torch.no_grad()
+def make_blind(model: nn.Module) -> None:
+    """Hidden units of controllers that are the same for every token, and stay so in training."""
+    for router in routers_of(model):
+        controller = router.controller
+        assert isinstance(controller, MLPController)
+        first: Any = controller.mlp[0]
+        nn.init.zeros_(first.weight)
+        nn.init.ones_(first.bias)
+        for parameter in first.parameters():
+            parameter.requires_grad_(True).register_hook(torch.zeros_like)
 
 
 class ShareController(ForcedController):

@@ -11,7 +11,7 @@ from meta_attention import adapt
 from meta_attention.adapt import load_adapter, read_card, routed_as, save_adapter
 from meta_attention.adapt.lora import add_lora, lora_parameters, projections_of, without_lora
 from meta_attention.adapt.training import RouterSettings, train_router
-from meta_attention.errors import BackendUnavailableError, ConfigError
+from meta_attention.errors import BackendUnavailableError, ConfigError, DataError
 from meta_attention.testing.pretrained import (
     DECODERS,
     build_base,
@@ -138,6 +138,21 @@ def test_an_adapter_is_refused_where_peft_is_missing(run, monkeypatch):
         with pytest.raises(BackendUnavailableError, match="which was trained with LoRA, needs the"):
             load_adapter(base, folder)
     # nothing was changed: once it is installed, the same model takes it
+    assert lora_parameters(load_adapter(base, folder))
+
+
+@needs_peft
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+@pytest.mark.parametrize("content", [None, b"{broken"], ids=["missing", "broken"])
+def test_a_lora_that_cannot_be_read_leaves_the_model_as_it_was(run, name, content):
+    model, _, folder = run()
+    base = build_base("llama", vocab_size=model.config.vocab_size)
+    path = folder / "lora" / name
+    whole = path.read_bytes()
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(DataError, match=r"the LoRA in .* cannot be read"):
+        load_adapter(base, folder)
+    path.write_bytes(whole)
     assert lora_parameters(load_adapter(base, folder))
 
 

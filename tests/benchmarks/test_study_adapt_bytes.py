@@ -4,6 +4,7 @@ import json
 
 import pytest
 import study_adapt_bytes as study
+from study_static_heads import divergence_at
 
 from meta_attention.adapt.training import RouterSettings
 
@@ -32,13 +33,38 @@ def test_runs_are_done_once_and_compared_seed_by_seed(out, tmp_path, capsys):
     assert rows["prior-free"]["against_first"] == [x - y for x, y in zip(a, b, strict=True)]
 
 
+def test_runs_are_compared_with_the_best_static_choices(out, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(study.ROUTING, "experts", ("full", "local"))
+    monkeypatch.setattr(study, "MAX_BYTES", 100_000)
+    monkeypatch.setattr(study, "FEW_BLOCKS", 1)
+    monkeypatch.setattr(study, "MANY_BLOCKS", 2)
+    assert study.main(["run", "--out", str(out), "--variant", "blind", "--steps", "2"]) == 0
+    assert study.main(["static", "--out", str(out)]) == 0
+    assert "the best of 256 static choices" in capsys.readouterr().out
+    path = tmp_path / "rows.json"
+    assert study.main(["report", "--runs", str(out), "--json", str(path)]) == 0
+    summary = json.loads(path.read_text())
+    (blind,) = (row for row in summary["rows"] if row["variant"] == "blind")
+    # a controller that has seen no token has one expert for every head: one of all choices
+    record = json.loads((study.folder_of(out, "blind", 0) / "run.json").read_text())
+    assert record["metrics"]["adaptivity"] == pytest.approx(0.0, abs=1e-9)
+    lowest = divergence_at(study.read_static(out), blind["attention_share"][0])
+    assert blind["against_static"] == [blind["divergence"][0] - lowest]
+    assert [p["attention_share"] for p in summary["static"]["points"]][-1] == 1.0
+
+
 def test_variants_change_what_their_names_say():
     settings = {
-        name: RouterSettings.of(study.ROUTING | given) for name, given in study.VARIANTS.items()
+        name: RouterSettings.of(
+            study.ROUTING | {key: value for key, value in given.items() if key != "is_blind"}
+        )
+        for name, given in study.VARIANTS.items()
     }
+    assert [name for name, given in study.VARIANTS.items() if "is_blind" in given] == ["blind"]
     for name, given in settings.items():
         assert (given.controller == "prior_free") == (name == "prior-free")
-        if name != "prior-free":
+        assert (given.route_granularity == "token") == (name == "per token")
+        if name.startswith("strength"):
             assert name.startswith(f"strength {given.prior_strength:g}")
             assert (given.kl_weight.peak is not None) == ("fading" in name)
             assert (max(given.kl_weight.values) == 0.0) == ("no KL" in name)
@@ -50,5 +76,7 @@ def test_bad_input_is_one_line(out, tmp_path, capsys):
     (tmp_path / "short.txt").write_text("too short to train on\n")
     assert study.main(["base", "--data", str(tmp_path / "short.txt"), "--out", str(tmp_path)]) == 2
     assert "must have more than 384 bytes" in capsys.readouterr().err
+    assert study.main(["static", "--out", str(tmp_path)]) == 2
+    assert "has no base; run the command base first" in capsys.readouterr().err
     assert study.main(["report", "--runs", str(tmp_path)]) == 2
     assert "has no finished runs" in capsys.readouterr().err

@@ -261,7 +261,7 @@ def test_bad_settings_are_one_clear_sentence(tmp_path):
     assert "target_cost must be between" in str(error_of(*out, *SMALL, *hard))
     soft_target = error_of(*out, *SMALL, *soft, "--target-cost", "0.5")
     assert "target_cost must have routing='hard'" in str(soft_target)
-    assert "both at steps or both" in str(error_of(*out, *SMALL, "--kl-weight", "0->1@0.1:4s"))
+    assert "all its moments at steps" in str(error_of(*out, *SMALL, "--kl-weight", "0->1@0.1:4s"))
     assert "must reach its end" in str(error_of(*out, *SMALL, "--kl-weight", "0->1@0s:9s"))
     assert "such as 'local*5'" in str(error_of(*out, *SMALL, "--layer-experts", "local*x"))
     assert "an expert of a layer" in str(error_of(*out, *SMALL, "--start-expert", "fulll"))

@@ -242,7 +242,5 @@ def test_what_cannot_work_is_refused(options, message):
 
 @pytest.mark.parametrize("end", ["0.5", "0"])
 def test_what_a_target_steers_may_not_go_away_again(end):
-    with pytest.raises(
-        ConfigError, match=rf"stays where it has risen to, got 0->1->{end}@0:0\.5:1"
-    ):
+    with pytest.raises(ConfigError, match=rf"but kl_weight is 0->1->{end}@0:0\.5:1"):
         Economy(100, Schedule.parse(f"0->1->{end}@0:0.5:1"), target=0.3)

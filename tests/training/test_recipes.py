@@ -11,15 +11,18 @@ from meta_attention import config as options
 from meta_attention.cli import train as cli
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.routing import RoutingTally
+from meta_attention.training.economy import Economy
 from meta_attention.training.recipes import (
     RECIPES,
     Settings,
     build_settings,
+    bytes_small,
     parse_costs,
     parse_layer_experts,
     parse_names,
 )
 from meta_attention.training.schedule import Schedule
+from meta_attention.training.settings import NO_WEIGHT
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -274,14 +277,29 @@ def test_text_is_pressed_by_its_cost_and_the_kl_has_a_tenth_at_most(name):
     assert cost.begin == kl.begin
     assert (cost.start, kl.start) == (0.0, 0.0)
     assert max(kl.values) == pytest.approx(0.1 * cost.end)
-    # where routes are taken at the end, it is gone by then
-    if settings.argmax_from < 1.0:
-        assert (kl.end, kl.finish) == (0.0, settings.argmax_from)
     # a prior-free controller is pressed by the same weight
     assert build_settings(name, {"controller": "prior_free"}).cost_weight == cost
     given = Schedule.parse("0->0.5@settled+0.2")
     by_cost = build_settings(name, {"cost_weight": given})
     assert (by_cost.cost_weight, by_cost.kl_weight) == (given, kl)
+
+
+def test_the_kl_of_bytes_small_is_gone_when_routes_are_taken():
+    settings = build_settings("bytes-small", {})
+    assert settings.kl_weight == bytes_small().kl_weight
+    assert (settings.kl_weight.end, settings.kl_weight.finish) == (0.0, settings.argmax_from)
+    later = build_settings("bytes-small", {"argmax_from": 0.9}).kl_weight
+    assert str(later) == "0->0.01->0@0.5:0.7:0.9"
+    # drawn to the end, it has as long; taken before anything presses, it has no time
+    assert build_settings("bytes-small", {"route_gradient": "chosen"}).kl_weight.finish == 1.0
+    assert build_settings("bytes-small", {"argmax_from": 0.5}).kl_weight == NO_WEIGHT
+
+
+def test_without_a_cost_the_kl_of_bytes_small_stays():
+    settings = build_settings("bytes-small", {"cost_weight": NO_WEIGHT})
+    assert str(settings.kl_weight) == "0->0.01@0.5:0.65"
+    # so that a target has a weight to steer
+    assert Economy(10, settings.kl_weight, target=settings.target_cost).target == 0.45
 
 
 @pytest.mark.parametrize("name", ["demo", "bytes-small"])

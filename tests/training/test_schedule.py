@@ -57,6 +57,24 @@ def test_a_peak_without_its_moment_or_with_two_beginnings_is_refused():
         Schedule(0.0, 1.0, peak=2.0)
     with pytest.raises(ConfigError, match="waits for a settled loss must have no peak"):
         Schedule(0.0, 0.0, 0.0, 1.0, when_settled=True, peak=2.0, turn=0.5)
+    with pytest.raises(ConfigError, match=r"time for its peak, but begins and finishes at 0\.5"):
+        Schedule.parse("0->1->0@0.5:0.5:0.5")
+
+
+@given(peak=st.floats(-10, 10), at=st.lists(st.integers(0, 100), min_size=3, max_size=3))
+def test_a_peak_reads_back_with_all_its_digits(peak, at):
+    begin, turn, finish = (moment / 100 for moment in sorted(at))
+    if begin == finish:
+        return
+    schedule = Schedule(0.0, 0.5, begin, finish, peak=peak, turn=turn)
+    again = Schedule.parse(str(schedule))
+    for moment in (0.0, begin, turn, finish, 1.0):
+        assert again(moment) == pytest.approx(schedule(moment), rel=1e-9, abs=1e-12)
+
+
+def test_a_weight_keeps_its_digits_when_it_is_written():
+    for schedule in (Schedule.constant(0.123456789), Schedule(0.0, 0.123456789, 0.5, 0.75)):
+        assert Schedule.parse(str(schedule)) == schedule
 
 
 @pytest.mark.parametrize("text", ["0->1@0.2:0.5", "0->1->0@0.2:0.4:0.5", "0->1@10s:50s"])
@@ -158,7 +176,7 @@ def test_every_form_is_written_as_it_is_read(text):
 
 @pytest.mark.parametrize("text", ["0->1@0.5:300s", "0->1@20s:0.5", "0->1->0@0.1:0.2:5s"])
 def test_steps_and_fractions_do_not_mix(text):
-    with pytest.raises(ConfigError, match="both at steps or both at fractions"):
+    with pytest.raises(ConfigError, match="all its moments at steps, or all at fractions"):
         Schedule.parse(text)
 
 

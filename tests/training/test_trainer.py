@@ -415,8 +415,8 @@ def test_a_loss_that_settles_begins_the_ramp_and_the_log_says_when(tmp_path):
         ({"layer_experts": [["full"], ["local"]]}, 0.5, "must have a layer to route in"),
         ({}, 0.05, r"target_cost must be between 0\.1\d+ and 1.000, .* got 0.05"),
         ({"depth_capacity": 0.5}, 0.8, r"between 0\.1\d+ and 0.750, .* got 0.8; take one in"),
-        ({"kl_weight": 0.0}, 0.5, "must have a weight to steer"),
-        ({"controller": "prior_free"}, 0.5, "must have a weight to steer"),
+        ({"kl_weight": 0.0}, 0.5, "to steer, but kl_weight ends at 0"),
+        ({"controller": "prior_free"}, 0.5, "to steer, but cost_weight ends at 0"),
     ],
 )
 def test_targets_that_cannot_be_reached_are_refused(fields, target, message, tmp_path):

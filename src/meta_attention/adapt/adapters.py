@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import meta_attention
 from meta_attention.adapt.config import AdaptConfig
 from meta_attention.adapt.families import family_of
-from meta_attention.adapt.lora import has_lora, load_lora, require_peft, save_lora
+from meta_attention.adapt.lora import check_lora, has_lora, load_lora, require_peft, save_lora
 from meta_attention.adapt.model import ModelType, install_routers, new_routers
 from meta_attention.adapt.router import Router, routers_of
 from meta_attention.errors import ConfigError, DataError, OtherBaseError
@@ -122,6 +122,7 @@ def load_adapter(
     if card.get("lora"):
         # before anything changes: once it is installed, the same model can be tried again
         require_peft(f"{folder}, which was trained with LoRA,")
+        check_lora(Path(folder))
     routers = new_routers(model, AdaptConfig.of(card["settings"]))
     _fill(routers.values(), tensors, Path(folder))
     # nothing has changed so far: a broken file leaves the model as it was

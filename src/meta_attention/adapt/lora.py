@@ -5,22 +5,25 @@ while :func:`without_lora` holds.
 """
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meta_attention.adapt.families import family_of
 from meta_attention.adapt.router import Router, routers_of
-from meta_attention.errors import BackendUnavailableError, ConfigError
+from meta_attention.errors import BackendUnavailableError, ConfigError, DataError
 
 LORA_FOLDER = "lora"  # in an adapter's, as PEFT saves it
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"
 
 
@@ -124,12 +127,24 @@ def save_lora(model: PreTrainedModel, folder: Path, base: str | None) -> None:
         f"base_model.model.{name}": tensor.detach().cpu().contiguous()
         for name, tensor in state.items()
     }
-    save_file(tensors, own / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, own / TENSOR_FILE, metadata={"format": "pt"})
     configs: Any = model.peft_config
     config = copy.copy(configs[NAME])
     # not where it happens to lie
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(str(own))
+
+
+def check_lora(folder: Path) -> None:
+    """Raise unless the files that :func:`save_lora` wrote can be read."""
+    own = folder / LORA_FOLDER
+    try:
+        json.loads((own / CONFIG_FILE).read_text("utf-8"))
+        load_file(own / TENSOR_FILE)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DataError(
+            f"the LoRA in {own} cannot be read ({error}); copy or save the adapter anew"
+        ) from None
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> None:

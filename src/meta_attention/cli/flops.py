@@ -76,7 +76,6 @@ def flops(
     shares = _parse_mix(mix)
     if residual_blocks is not None and residual is not Residual.block_attention:
         raise ConfigError("--residual-blocks needs --residual block_attention, which reads them")
-    residual_blocks = residual_blocks or 8
     # torch and transformers load here, so that --help stays instant
     from meta_attention.config import MetaAttentionConfig
     from meta_attention.evaluation.flops import LENGTHS, cost_table
@@ -94,7 +93,7 @@ def flops(
         shared_projections=shared_projections,
         depth_capacity=depth_capacity,
         residual=residual.value,
-        residual_blocks=residual_blocks,
+        residual_blocks=residual_blocks or MetaAttentionConfig.residual_blocks,
     )
     rows = cost_table(config, shares)
     if as_json:
@@ -110,7 +109,7 @@ def flops(
             "shared_projections": shared_projections,
             "depth_capacity": depth_capacity,
             "residual": residual.value,
-            "residual_blocks": residual_blocks,
+            "residual_blocks": config.residual_blocks,
         }
         print(json.dumps(given | {"rows": [row.to_dict() for row in rows]}, indent=2))
     else:

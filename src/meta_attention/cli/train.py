@@ -63,8 +63,9 @@ schedules:
   ("settled+0.2": for a fifth of training). Settled: its mean over --settle-steps fell by less than
   --settle-drop. A run that never settles rises at its end.
   --cost-weight likewise; a prior_free controller has nothing else to make it cheap. Hard routes of
-  demo and bytes-small are pressed by it, and their KL has a tenth of its weight; --kl-weight given
-  alone presses in its place, as it does in recall and needle and where routes are soft or gated.
+  demo and bytes-small are pressed by it, and their KL has a tenth of its weight at most (that of
+  bytes-small is gone when routes are taken); --kl-weight given alone presses in its place, as it
+  does in recall and needle and where routes are soft or gated. What a target steers has no peak.
   --uncertainty-threshold likewise: a token below it is hard, so a rising one makes tokens hard.
 
 \b

@@ -61,6 +61,7 @@ class Economy:
     Args:
         num_steps: Of the whole run.
         pressure: Schedule of the weight that is steered; steering begins with its change.
+        pressed_by: Name of that weight, for what is said of it.
         target: Share of full attention's cost in the routed layers, or None.
         waiting: Schedules that count from when the loss has settled.
         path: See above: share of the steps left when pressing begins, after which the aim is the
@@ -74,6 +75,7 @@ class Economy:
     target: float | None = None
     waiting: tuple[Schedule, ...] = ()
     path: float | None = None
+    pressed_by: str = "kl_weight"
     settle_drop: float = 0.02
     settle_steps: int | None = None
 
@@ -95,13 +97,14 @@ class Economy:
             raise ConfigError(f"path must be a share of the steps left, got {self.path}")
         if self.target is not None and self.pressure.peak is not None:
             raise ConfigError(
-                "target_cost must have a weight to steer that stays where it has risen to, got "
-                f"{self.pressure}; a peak is for a KL beside a cost (--cost-weight)"
+                "target_cost must have a weight to steer that stays where it has risen to, but "
+                f"{self.pressed_by} is {self.pressure}; a peak is for a kl_weight beside a "
+                "cost_weight that presses"
             )
         if self.target is not None and self.pressure.end <= 0.0:
             raise ConfigError(
-                "target_cost must have a weight to steer, but the schedule of it ends at 0: raise "
-                "kl_weight, or cost_weight for a prior_free controller"
+                f"target_cost must have a weight to steer, but {self.pressed_by} ends at 0; let it "
+                "end above 0, or leave out the target"
             )
 
     @property

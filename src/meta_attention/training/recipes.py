@@ -206,9 +206,9 @@ class Settings(RunSettings):
 # are drawn, so that no expert is forgotten, and all experts run in training: the gradient of the
 # chosen one alone is unbiased, too, but so noisy that 300 steps of the demo end 0.26 nats higher.
 #
-# On text that weight is the cost's, and the KL keeps a tenth: a KL that presses also keeps routes
-# uncertain, which costs more than it saves (docs/results.md: five seeds, 7.4M parameters). Tasks
-# whose need is known are pressed by the KL: that is how they were measured.
+# On text that weight is the cost's, and the KL has a tenth at most: one that presses also keeps
+# routes uncertain, which costs more than it saves (docs/results.md: five seeds, 7.4M parameters).
+# Tasks whose need is known are pressed by the KL: that is how they were measured.
 ADAPTIVE: dict[str, Any] = {
     "routing": "hard",
     "training_weights": "one_hot",
@@ -367,7 +367,9 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     or softly, there is no target and nothing is held up to it; routes that learn from the chosen
     expert alone are drawn to the end; experts with projections of their own are chosen per token;
     what presses a prior-free controller is its cost, when the KL would have; and a KL weight that
-    is given alone presses in place of the recipe's cost, as the KL does where routes are not hard.
+    is given alone presses in place of the recipe's cost, as the KL does where routes are not hard;
+    a KL that goes again before routes are taken goes with that moment, and stays where no cost
+    presses beside it.
     A task of text takes the place of one with a vocabulary of its own, or the other way round,
     together with a tokenizer. In shorter blocks, the windows of a recipe that has
     several are narrower.
@@ -403,6 +405,8 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
         changed.setdefault("hold", 0.0)
     if changed.get("route_gradient") == "chosen":
         changed.setdefault("argmax_from", 1.0)
+    if settings.kl_weight.peak is not None and "kl_weight" not in changed:
+        changed["kl_weight"] = _fit_peak(settings, changed)
     if changed.get("shared_projections") is False:
         changed.setdefault("route_granularity", "token")
     if changed.get("task") is not None:
@@ -413,6 +417,17 @@ def build_settings(recipe: str, overrides: Mapping[str, Any]) -> Settings:
     _check_effect(built, overrides)
     _check_windows(layers, built)
     return built
+
+
+def _fit_peak(settings: Settings, changed: Mapping[str, Any]) -> Schedule:
+    """The KL of a recipe that lets it go again, where what it goes with was changed."""
+    kl, taken = settings.kl_weight, changed.get("argmax_from", settings.argmax_from)
+    assert kl.peak is not None
+    if not any(changed.get("cost_weight", settings.cost_weight).values):
+        return Schedule(kl.start, kl.peak, kl.begin, kl.turn or kl.finish)
+    if taken <= kl.begin:
+        return NO_WEIGHT
+    return replace(kl, finish=taken, turn=(kl.begin + taken) / 2)
 
 
 def _check_effect(settings: Settings, given: Mapping[str, Any]) -> None:

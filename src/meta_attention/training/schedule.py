@@ -34,7 +34,7 @@ class Schedule:
         end: Value at the last step.
         begin: When it starts to change, as a fraction of training: 0 is the first step.
         finish: When it has reached ``end``: 1 is the last step.
-        in_steps: ``begin`` and ``finish`` are numbers of steps, not fractions.
+        in_steps: ``begin``, ``finish`` and ``turn`` are numbers of steps, not fractions.
         when_settled: They count from the moment when the task loss has settled, not from the
             first step. Who asks for a value says when that was.
         peak: Value between the two lines; None: there is one line.
@@ -60,6 +60,10 @@ class Schedule:
             raise ConfigError(
                 "a schedule must reach its peak between the moments at which it begins and "
                 f"finishes, got {self.begin:g}, {self.turn:g} and {self.finish:g}"
+            )
+        if self.turn is not None and self.begin == self.finish:
+            raise ConfigError(
+                f"a schedule must have time for its peak, but begins and finishes at {self.begin:g}"
             )
         if self.peak is not None and self.when_settled:
             raise ConfigError("a schedule that waits for a settled loss must have no peak")
@@ -130,7 +134,7 @@ class Schedule:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """That it goes through; all others lie between them."""
+        """Values it goes through; all others lie between them."""
         return (self.start, self.end) if self.peak is None else (self.start, self.peak, self.end)
 
     def __call__(self, progress: float) -> float:
@@ -183,7 +187,7 @@ class Schedule:
     def __str__(self) -> str:
         """The form that :meth:`parse` reads."""
         if self.is_constant:
-            return f"{self.start:g}"
+            return f"{self.start:.12g}"
         unit = "s" if self.in_steps else ""
         finish = f"{self.finish:.12g}{unit}"
         if self.when_settled:
@@ -194,7 +198,7 @@ class Schedule:
             span = ""
         else:
             span = f"@{self.begin:.12g}{unit}:{finish}"
-        return "->".join(f"{value:g}" for value in self.values) + span
+        return "->".join(f"{value:.12g}" for value in self.values) + span
 
 
 def _line(now: float, begin: float, finish: float, start: float, end: float) -> float:
@@ -209,6 +213,6 @@ def _are_steps(text: str, *moments: str) -> bool:
     are_steps = {moment.endswith("s") for moment in moments}
     if len(are_steps) > 1:
         raise ConfigError(
-            f"a schedule must begin and finish both at steps or both at fractions, got {text!r}"
+            f"a schedule must have all its moments at steps, or all at fractions, got {text!r}"
         )
     return are_steps.pop()

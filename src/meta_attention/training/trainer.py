@@ -117,6 +117,7 @@ class MetaAttentionTrainer(LastingTrainer):
             target=target_cost,
             waiting=tuple(s for s in schedules if s is not None and s.when_settled),
             path=cost_path,
+            pressed_by="cost_weight" if self._steers_cost_weight else "kl_weight",
             settle_drop=settle_drop,
             settle_steps=settle_steps,
         )

@@ -321,6 +321,14 @@ def test_a_folder_is_not_overwritten(base, tokenizer, settings, tmp_path):
         train_router(base(), tokenizer, settings(), tmp_path / "a")
 
 
+def test_a_run_knows_the_window_that_it_was_not_given(base, tokenizer, settings, tmp_path):
+    chosen = settings(window_size=None, num_sinks=0, experts=None)
+    train_router(base(), tokenizer, chosen, tmp_path / "a")
+    window = chosen.window_for(chosen.length)
+    kept = open_router_run(tmp_path / "a", {"window_size": window}, resume=True)
+    assert (kept.window_size, kept.experts) == (window, chosen.experts_for(chosen.length))
+
+
 def test_a_resumed_run_keeps_its_base_its_text_and_its_settings(
     base, tokenizer, settings, tmp_path, monkeypatch, text
 ):

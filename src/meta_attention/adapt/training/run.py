@@ -111,7 +111,10 @@ def train_router(
     shape = family_of(model.config).shape(model.config)
     length = _length(shape.max_position_embeddings, settings)
     settings = replace(
-        settings, lr=settings.lr_for(shape.hidden_size), experts=settings.experts_for(length)
+        settings,
+        lr=settings.lr_for(shape.hidden_size),
+        window_size=settings.window_for(length),
+        experts=settings.experts_for(length),
     )
     args = training_arguments(settings, out)
     if args.world_size > 1:

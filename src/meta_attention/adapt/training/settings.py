@@ -14,9 +14,9 @@ LossName = Literal["distill", "lm", "both"]
 
 # longest block by default: longer ones cost memory, and most texts are shorter
 DEFAULT_LENGTH = 8192
-# the window by default, and the share of a block it has at most: a quarter of the attention, which
-# is asked for by default, must be within reach
-DEFAULT_WINDOW, WINDOW_SHARE = 256, 32
+# the window by default, and how many a block has at least: a quarter of the attention, which is
+# asked for by default, must be within reach; with four sinks it is in blocks of 48 tokens and more
+DEFAULT_WINDOW, WINDOWS_PER_BLOCK = 256, 32
 # of the wide window of the default experts, in windows
 WIDE = 4
 # the base has the capability, so pressing may start early
@@ -127,7 +127,7 @@ class RouterSettings(RunSettings):
         """The window, where none was given one that fits the length of a block."""
         if self.window_size is not None:
             return self.window_size
-        return max(1, min(DEFAULT_WINDOW, length // WINDOW_SHARE))
+        return max(1, min(DEFAULT_WINDOW, length // WINDOWS_PER_BLOCK))
 
     def experts_for(self, length: int) -> tuple[str, ...]:
         """The experts, where none were given those that fit the length of a block."""
