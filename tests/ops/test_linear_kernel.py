@@ -281,13 +281,14 @@ def test_kernel_is_as_accurate_as_plain_pytorch(case, device):
     plain = expect(case, inputs)
     actual = run(case, inputs, "triton", device)
     for name in oracle:
-        budget = {"roundings": roundings(case, device)}
+        budget = {"roundings": roundings(case)}
         assert_within_error_budget(name, actual[name], oracle[name], plain[name], **budget)
 
 
-def roundings(case: Case, device: str) -> float:
-    """A GPU in float32 adds the terms of a chunk to the state's share one by one."""
-    return min(case.T, 256) ** 0.5 if device == "cuda" else 1.0
+def roundings(case: Case) -> float:
+    """In float32 a GPU adds the terms of a chunk one by one; in what order a CPU does, and plain
+    PyTorch beside it, differs from processor to processor."""
+    return min(case.T, 256) ** 0.5
 
 
 @pytest.mark.parametrize("segment", [64, 128, 4096])
@@ -339,7 +340,7 @@ def test_kernel_is_accurate_at_every_precision_and_head_width(P, options, dtype)
     oracle = expect(case, {name: x.double() for name, x in inputs.items()})
     plain = expect(case, inputs)
     actual = run(case, inputs, "triton", "cuda")
-    budget = {"roundings": roundings(case, "cuda") if dtype == torch.float32 else 1.0}
+    budget = {"roundings": roundings(case) if dtype == torch.float32 else 1.0}
     for name in oracle:
         assert_within_error_budget(name, actual[name], oracle[name], plain[name], **budget)
 
@@ -485,7 +486,8 @@ def test_heads_in_parts_give_the_same(columns, device, monkeypatch):
     monkeypatch.setitem(kernel.TILES, torch.float32, tiles)
     actual = run(case, inputs, "triton", device)
     for name in oracle:
-        assert_within_error_budget(name, actual[name], oracle[name], plain[name])
+        found = (actual[name], oracle[name], plain[name])
+        assert_within_error_budget(name, *found, roundings=roundings(case))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
