@@ -58,6 +58,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blind": {"is_blind": True},
     # one route for all heads of a token
     "per token": {"route_granularity": "token"},
+    # what holds a cost up to its target, and what takes routes as in use at the end, left out
+    "no hold": {"hold": 0.0},
+    "drawn to the end": {"argmax_from": 1.0},
+    "neither": {"hold": 0.0, "argmax_from": 1.0},
 }
 ROUTING = {
     "length": LENGTH,
