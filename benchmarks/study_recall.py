@@ -69,6 +69,14 @@ SCALES: dict[str, dict[str, Any]] = {
     "full": {},
 }
 
+# a little more than what need costs at the scales "small" and "full"
+STEERED: dict[str, Any] = {
+    "cost_weight": Schedule(0.0, 0.3, 0.4, 0.6),
+    "target_cost": 0.2,
+    "hold": 1.0,
+    "argmax_from": 0.8,
+}
+
 # what a variant changes of the recipe
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {"layer_experts": (("full",),)},
@@ -82,8 +90,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "thompson": {"training_weights": "sample"},
     # the largest of the mean
     "argmax": {"training_weights": "mean"},
+    # new controllers believe in all experts alike
+    "no-start": {"start_expert": None},
+    # the strength of the prior by empirical Bayes
+    "empirical": {"empirical_prior": True},
+    # pressed when the task loss has settled, not at a fraction of training
+    "settled": {"kl_weight": Schedule.parse("0->0.3@settled+0.2")},
+    # pressed by the cost, which is steered and held, as on text
+    "steered": STEERED | {"kl_weight": Schedule(0.0, 0.03, 0.4, 0.6)},
     # no prior: the expected cost is in the loss instead
     "prior-free": {"controller": "prior_free"},
+    "prior-free-steered": STEERED | {"controller": "prior_free"},
     # the paper's: samples of the weights, all experts mixed, a KL of weight 1 from the first step
     "paper": {
         "routing": "soft",
