@@ -101,7 +101,7 @@ def score(
         # shares of what attention costs where every layer is full, and of what such a model does
         "attention_flops": total.attention / full.attention,
         "attention_and_controller_flops": (total.attention + total.controller) / full.attention,
-        "model_flops": total.model / (full.model - full.residuals),
+        "model_flops": total.model / full.model,
         "routing": tally.summary().to_dict(),
     }
 

@@ -69,6 +69,17 @@ def test_full_attention_costs_all_of_itself(blocks):
     assert [flops[part] for part in ("attention", "layer", "model")] == pytest.approx([1, 1, 1])
 
 
+def test_attention_residuals_cost_more_than_all_of_full_attention(blocks):
+    plain, more = (
+        measure(make_model(experts=["full"], residual=residual), blocks, "hard")["flops"]
+        for residual in ("sum", "attention")
+    )
+    assert (more["attention"], more["layer"]) == pytest.approx((1, 1))
+    # the measure is the plain model, so the share grows as the operations do
+    assert more["model"] == pytest.approx(more["model_per_token"] / plain["model_per_token"])
+    assert more["model"] > 1.0
+
+
 def test_forcing_needs_a_choice_and_gives_a_regret(blocks):
     figures = measure(make_model(), blocks, "hard", forced=True)["forced"]
     assert figures["regret"] >= figures["static_regret"]

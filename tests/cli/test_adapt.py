@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from meta_attention.adapt import load_adapter, routers_of
+from meta_attention.adapt.adapters import WEIGHTS_FILE
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.testing.pretrained import build_base
 from meta_attention.training.corpus import Corpus
@@ -78,6 +80,27 @@ def test_a_middle_window_is_named_by_its_size(run, base, text, tmp_path):
     assert list(shares) == ["full", "local:12", "local"]
     shown = run("generate", "--adapter", tmp_path / "a", "--base", base, "--prompt", "5 squared")
     assert shown.exit_code == 0, shown.exception
+
+
+def test_an_expert_that_learns_is_part_of_the_adapter(run, base, text, tmp_path):
+    flags = ("--experts", "full,ssm,local", "--json")
+    result = run("adapt", base, "--data", text, "--out", tmp_path / "a", *SHORT, *flags)
+    assert result.exit_code == 0, result.exception
+    shares = json.loads(result.stdout)["metrics"]["layers"]["0"]["share"]
+    assert list(shares) == ["full", "ssm", "local"]
+    saved = load_file(tmp_path / "a" / WEIGHTS_FILE)
+    model = load_adapter(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a")
+    for layer, router in enumerate(routers_of(model)):
+        own = dict(router.experts[1].named_parameters())
+        assert set(own) == {"step_proj.weight", "rates.log_rate", "rates.step_bias", "rates.skip"}
+        for name, weight in own.items():
+            assert torch.equal(weight, saved[f"layers.{layer}.experts.1.{name}"])
+        # a new one has a skip of 1
+        assert (own["rates.skip"] != 1.0).all()
+    model = ("--adapter", tmp_path / "a", "--base", base)
+    shown = run("generate", *model, "--prompt", "5 squared", "--greedy", "--max-new-tokens", 4)
+    assert shown.exit_code == 0, shown.exception
+    assert shown.stdout.startswith("5 squared")
 
 
 def test_a_weaker_prior_is_part_of_the_adapter(run, base, text, tmp_path):

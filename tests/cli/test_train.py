@@ -124,8 +124,10 @@ def test_depth_is_asked_for_by_flags(tmp_path):
     assert all("depth_loss" in row for row in rows if row["kind"] == "train")
     wrong = error_of("--out", tmp_path / "wrong", *SMALL, "--depth-capacity", 2)
     assert "depth_capacity must be in (0, 1], got 2.0" in str(wrong)
-    wrong = error_of("--out", tmp_path / "wrong", *SMALL, "--depth-layers", "a")
-    assert "whole numbers parted by commas, got 'a'" in str(wrong)
+    for indices in ("a", "-1", "0,,2"):
+        wrong = error_of("--out", tmp_path / "wrong", *SMALL, f"--depth-layers={indices}")
+        wanted = "depth_layers must be indices of blocks, 0 or more, parted by commas"
+        assert f"{wanted}, got {indices!r}" in str(wrong)
 
 
 def test_experts_depth_and_residuals_are_asked_for_together(tmp_path):

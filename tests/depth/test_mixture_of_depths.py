@@ -135,6 +135,16 @@ def test_training_lets_the_share_of_the_capacity_enter_of_every_row(make_mask):
     assert entered.sum(dim=1).tolist() == [4, 1, 6]
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_what_follows_matters_to_the_highest_scores_of_training_alone(routing, training):
+    block, x, t = make_block(depth_routing=routing).train(training), draw_states(), T // 2
+    other = torch.cat([x[:, :t], draw_states(seed=1)[:, t:]], dim=1)
+    ours, others = (block(states).output[:, :t] for states in (x, other))
+    is_same = torch.allclose(ours, others)
+    assert is_same is not (routing == "top_k" and training)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_at_a_capacity_of_one_everyone_enters(routing, training, make_mask):

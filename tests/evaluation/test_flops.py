@@ -21,6 +21,7 @@ from meta_attention.evaluation.flops import (
     LENGTHS,
     Flops,
     cost_table,
+    count_full,
     count_layer,
     count_mix,
     count_model,
@@ -414,6 +415,14 @@ def test_full_attention_alone_is_the_measure_of_a_table():
     for row in cost_table(config, {"full": 1.0}):
         assert row.routed == row.full
         assert row.full.controller == 0.0
+
+
+def test_the_measure_is_a_plain_model_whatever_is_added():
+    added = {"depth_capacity": 0.5, "residual": "attention"}
+    plain = count_model(make_config(experts=("full",)), [torch.ones(1, 20, 1)] * 2)
+    assert count_full(make_config(experts=("full", "local"), **added), 20) == plain
+    (row,) = cost_table(make_config(experts=("full",), **added), {"full": 1.0}, lengths=[20])
+    assert asdict(row.full) == pytest.approx(asdict(plain))
 
 
 @pytest.mark.parametrize("layers", [None, [["local", "full"], ["full", "local"]]])

@@ -96,6 +96,22 @@ def test_tokens_that_pass_a_block_by_have_no_expert():
     assert same.has_expert_collapse
 
 
+@pytest.mark.parametrize(("kl", "collapsed"), [(0.004, False), (0.002, True)])
+def test_a_prior_collapse_is_of_the_tokens_that_enter(kl, collapsed):
+    # a quarter of them, so their own mean KL is four times that of all
+    weights = torch.cat([one_hot(0, 1), torch.zeros(1, 6, 3)], dim=1)
+    layer = summarise(weights, kl=kl).layers[0]
+    assert (layer.entered, layer.kl) == (0.25, kl)
+    assert layer.has_prior_collapse is collapsed
+
+
+def test_a_layer_that_nobody_enters_has_not_collapsed():
+    layer = summarise(torch.zeros(1, 4, 3), kl=0.0).layers[0]
+    assert layer.entered == 0.0
+    assert not layer.has_prior_collapse
+    assert not layer.has_expert_collapse
+
+
 def test_padding_does_not_count():
     weights = random_weights(2, 8)
     mask = torch.ones(2, 8, dtype=torch.long)
@@ -141,8 +157,9 @@ def test_a_static_layer_is_reported_as_static():
     assert summary.to_dict()["layers"][0]["is_static"] is True
 
 
+@pytest.mark.parametrize("depth_capacity", [None, 0.5])
 @pytest.mark.parametrize("controller", ["bayesian", "prior_free"])
-def test_a_tally_of_a_model_agrees_with_the_models_own_figures(controller):
+def test_a_tally_of_a_model_agrees_with_the_models_own_figures(controller, depth_capacity):
     config = MetaAttentionConfig(
         vocab_size=32,
         hidden_size=32,
@@ -150,12 +167,17 @@ def test_a_tally_of_a_model_agrees_with_the_models_own_figures(controller):
         num_attention_heads=2,
         layer_experts=[NAMES, ["full"], ["full", "local"]],
         controller=controller,
+        depth_capacity=depth_capacity,
+        depth_layers=None if depth_capacity is None else (0,),
+        depth_routing="threshold",
     )
+    torch.manual_seed(0)
     model = MetaAttentionForCausalLM(config).eval()
     out = model(torch.randint(32, (2, 16)), output_routing=True)
     tally = RoutingTally.of(model)
     tally.add(out.routing_weights, None, out.concentrations)
     summary = tally.summary()
+    assert (0.0 < summary.layers[0].entered < 1.0) is (depth_capacity is not None)
     assert summary.projected_cost == pytest.approx(out.projected_cost.item(), rel=1e-5)
     if controller == "bayesian":
         assert summary.kl == pytest.approx(out.kl.item(), rel=1e-5)

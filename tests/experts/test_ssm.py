@@ -1,5 +1,7 @@
 """The state-space expert: its recurrence, Mamba-2's, and what it is at the start."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,9 +128,9 @@ def test_parts_of_a_sequence_give_the_whole(sizes):
     torch.testing.assert_close(state, last)
 
 
-def make_mixer(tokens):
-    """Transformers' Mamba-2 layer, its convolution the identity; what its state space was given
-    and gave."""
+def make_mixer():
+    """Transformers' Mamba-2 layer, whose convolution mixes and whose heads forget at their own
+    pace; and an expert of the same weights."""
     from transformers import Mamba2Config
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
@@ -145,34 +147,43 @@ def make_mixer(tokens):
         num_hidden_layers=1,
     )
     mixer = Mamba2Mixer(config, layer_idx=0)
-    with torch.no_grad():
-        mixer.conv1d.weight.zero_()
-        mixer.conv1d.weight[..., -1] = 1.0
-        mixer.A_log.copy_(torch.tensor([0.1, 1.0, 2.0, 2.7]))
-        mixer.dt_bias.copy_(torch.tensor([-5.0, -3.0, -1.0, 0.5]))
-        mixer.D.normal_()
-    seen = []
-    mixer.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    with torch.no_grad():
-        mixer(tokens)
-        _, convolved, _ = mixer.in_proj(tokens).split((64, 192, 4), dim=-1)
-    x, b, c = F.silu(convolved).unflatten(-1, (-1, 16)).split(4, dim=2)
-    return mixer, Heads(c, b, x), seen[0].reshape(*tokens.shape[:2], 4, 16)
-
-
-def test_it_is_the_state_space_of_transformers_mamba2():
-    """On the same projections: C, B and x for queries, keys and values."""
-    tokens = torch.randn(2, 100, D)
-    mixer, heads, expected = make_mixer(tokens)
     config = MetaAttentionConfig(
         hidden_size=D, num_attention_heads=4, head_dim=16, experts=("ssm",)
     )
     expert = build_experts(config, 0)["ssm"]
     with torch.no_grad():
+        mixer.conv1d.weight.normal_(std=0.4)
+        mixer.A_log.copy_(torch.tensor([0.1, 1.0, 2.0, 2.7]))
+        mixer.dt_bias.copy_(torch.tensor([-5.0, -3.0, -1.0, 0.5]))
+        mixer.D.normal_()
         expert.step_proj.weight.copy_(mixer.in_proj.weight[-4:])
         expert.rates.log_rate.copy_(mixer.A_log)
         expert.rates.step_bias.copy_(mixer.dt_bias)
         expert.rates.skip.copy_(mixer.D)
+    return mixer, expert
+
+
+def heads_of(mixer, tokens):
+    """What the state space of a mixer is given: C, B and x for queries, keys and values."""
+    _, projected, _ = mixer.in_proj(tokens).split((64, 192, 4), dim=-1)
+    weight = mixer.conv1d.weight
+    convolved = F.conv1d(F.pad(projected.mT, (3, 0)), weight, groups=192).mT
+    x, b, c = F.silu(convolved).unflatten(-1, (-1, 16)).split(4, dim=2)
+    return Heads(c, b, x)
+
+
+def rows_of(mixer, tokens):
+    """What the state space of a mixer gives, before it is gated."""
+    seen = []
+    with mixer.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0])):
+        mixer(tokens)
+    return seen[0].reshape(*tokens.shape[:2], 4, 16)
+
+
+def test_it_is_the_state_space_of_transformers_mamba2():
+    tokens, (mixer, expert) = torch.randn(2, 100, D), make_mixer()
+    with torch.no_grad():
+        heads, expected = heads_of(mixer, tokens), rows_of(mixer, tokens)
         rows, _ = expert(heads, tokens, None, None)
         assert (expected - mixer.D[:, None] * heads.value).abs().max() > 0.05
         torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-5)
@@ -183,6 +194,26 @@ def test_it_is_the_state_space_of_transformers_mamba2():
             row, state = expert(own, tokens[:, t : t + 1], None, state)
             steps.append(row)
         torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_it_learns_as_transformers_mamba2_does():
+    """Gradients of what is learnt, on the same projections and through the same convolution."""
+    tokens, (mixer, expert) = torch.randn(2, 100, D), make_mixer()
+    expected = rows_of(mixer, tokens)
+    # theirs computes in float32 whatever it is given
+    exact, tokens, expert = deepcopy(mixer).double(), tokens.double(), expert.double()
+    rows, _ = expert(heads_of(exact, tokens), tokens, None, None)
+    torch.testing.assert_close(rows.float(), expected, rtol=1e-5, atol=1e-5)
+    up, rates = torch.randn_like(expected), expert.rates
+    used = (rates.log_rate, rates.step_bias, rates.skip, exact.conv1d.weight, exact.in_proj.weight)
+    *ours, steps = torch.autograd.grad(rows, (*used, expert.step_proj.weight), up.double())
+    # steps have a projection of their own, which is the last rows of in_proj there
+    ours[-1][-4:] += steps
+    used = (mixer.A_log, mixer.dt_bias, mixer.D, mixer.conv1d.weight, mixer.in_proj.weight)
+    for actual, theirs in zip(ours, torch.autograd.grad(expected, used, up), strict=True):
+        size = theirs.abs().max().item()
+        assert size > 0.0
+        torch.testing.assert_close(actual.float(), theirs, rtol=0.0, atol=1e-5 * size)
 
 
 def test_a_new_one_has_mamba2s_rates_and_steps():

@@ -194,11 +194,19 @@ def test_a_row_reads_only_the_keys_of_its_route(make_model, tokens, static):
 
 
 @pytest.mark.parametrize(
-    "kind", ["soft", "hard", "gated_full by head", "sinks", "ssm", "two states by head"]
+    ("kind", "num_layers"),
+    [
+        *((kind, 1) for kind in ("soft", "hard", "gated_full by head", "sinks", "ssm")),
+        *(("two states by head", 1), ("residuals", 2)),
+        *(("depth", 3), ("depth, convolved states", 3), ("depth, residuals", 3)),
+    ],
 )
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
-def test_the_kernel_decodes_as_the_reference(make_model, tokens, kernel_device, kind, static):
-    model = make_model(num_hidden_layers=1, impl="reference", **MODELS[kind]).to(kernel_device)
+def test_the_kernel_decodes_as_the_reference(
+    make_model, tokens, kernel_device, kind, num_layers, static
+):
+    options = MODELS[kind] | {"num_hidden_layers": num_layers, "impl": "reference"}
+    model = make_model(**options).to(kernel_device)
     ids = tokens(B=3, T=12).to(kernel_device)
     steps = {}
     for impl in ("reference", "triton"):
@@ -206,10 +214,17 @@ def test_the_kernel_decodes_as_the_reference(make_model, tokens, kernel_device, 
         model.config.impl = "reference"
         model(ids[:, :9], attention_mask=left_padded(ids[:, :9]), past_key_values=cache)
         model.config.impl = impl
-        steps[impl] = [model(ids[:, t, None], past_key_values=cache).logits for t in range(9, 12)]
-    torch.testing.assert_close(
-        torch.cat(steps["triton"]), torch.cat(steps["reference"]), rtol=1e-4, atol=1e-4
-    )
+        if model.config.residual != "sum":
+            model.model.residuals.impl = impl
+        steps[impl] = [
+            model(ids[:, t, None], past_key_values=cache, output_routing=True) for t in range(9, 12)
+        ]
+    logits = [torch.cat([out.logits for out in steps[impl]]) for impl in ("triton", "reference")]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    # in blocks that tokens may pass by some do, and some do not
+    for layer in filter(model.config.may_skip, range(num_layers)):
+        weights = torch.stack([out.routing_weights[layer] for out in steps["triton"]])
+        assert 0.0 < (weights.sum(dim=-1) > 0).float().mean() < 1.0
 
 
 @pytest.mark.parametrize("kind", ["soft", "hard"])

@@ -107,15 +107,18 @@ def state_of(case: Case, T: int) -> Tensor:
 def decode(
     case, impl, *, spare=7, windows=WINDOWS, linear=True, is_token=None, device=DEVICE, **scores
 ):
-    """Rows and the state after the step; ``spare`` positions of the cache are not filled."""
+    """Rows and the state after the step; ``spare`` positions of the cache are not filled.
+
+    ``linear`` may be a step of its own.
+    """
     B, T, K, P = case.key.shape
     caches = []
     for heads in (case.key, case.value):
         cache = torch.full((B, K, T + spare, P), float("nan"), dtype=heads.dtype)
         cache[:, :, :T] = heads.transpose(1, 2)
         caches.append(cache.to(device))
-    step = None
-    if linear:
+    step = linear if isinstance(linear, LinearStep) else None
+    if linear is True:
         dtype = torch.promote_types(case.query.dtype, torch.float32)
         state = torch.zeros(B, K, P, P + 1, dtype=dtype) if T == 1 else state_of(case, T - 1)
         new = [case.linear_query, case.linear_key[:, -1], case.linear_value[:, -1]]
@@ -159,55 +162,59 @@ def test_every_route_is_as_accurate_as_plain_pytorch(impl, T):
     check_against_definition(make_case(T), impl)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize(("K", "group", "P"), [(2, 2, 32), (1, 3, 48)])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_a_state_may_decay_and_be_skipped(impl, K, group, P, padded):
-    """A step of a state-space model, beside the other experts and by the same routes."""
-    T = 100
-    case = make_case(T, K, group, P, starts=(0, 9, 99, 0, 50) if padded else None)
+def check_state_space(case, sizes, impl, spare=7):
+    """A step of a state-space model, beside the other experts and by the same routes.
+
+    Its step sizes ``[B, T, K]`` times keys must be exact in the dtype of the case.
+    """
+    H, K = case.query.shape[1], sizes.shape[2]
     generator = torch.Generator().manual_seed(1)
-    sizes = torch.rand(len(ROUTES), T, K, generator=generator)
-    rate, skip = torch.rand(K, generator=generator), torch.randn(K * group, generator=generator)
+    rate, skip = torch.rand(K, generator=generator), torch.randn(H, generator=generator)
 
-    def define(case):
-        dtype = case.query.dtype
-        given = {"step": sizes.to(dtype), "rate": rate.to(dtype), "skip": skip.to(dtype)}
+    def define(case, T):
+        """Rows of the tokens so far, and the state after them."""
+        step, *rates = (x.to(case.query.dtype) for x in (sizes[:, :T], rate, skip))
         query = case.linear_query[:, None].expand(-1, T, -1, -1)
-        heads = (query, case.linear_key, case.linear_value)
-        before = naive_state_space(
-            *(x[:, :-1] for x in heads),
-            **(given | {"step": given["step"][:, :-1]}),
-            mask=case.mask[:, :-1],
-        )[1]
-        rows, after = naive_state_space(*heads, **given, mask=case.mask)
-        weight = case.weights.to(dtype)
-        others = by_definition(replace(case, weights=weight * torch.tensor([1.0, 0.0, 1.0])))
-        return others + weight[..., LINEAR, None] * rows[:, -1], before, after
+        heads = (query, case.linear_key[:, :T], case.linear_value[:, :T])
+        given = {"step": step, "rate": rates[0], "skip": rates[1]}
+        return naive_state_space(*heads, **given, mask=case.mask[:, :T])
 
-    oracle, _, after = define(case.to(torch.float64))
-    plain, before, plain_after = define(case)
-    key = case.linear_key[:, -1] * sizes[:, -1, :, None]
-    state = torch.nn.functional.pad(before, (0, 1))
+    def merge(case, rows):
+        others = by_definition(replace(case, weights=case.weights * torch.tensor([1.0, 0.0, 1.0])))
+        return others + case.weights[..., LINEAR, None].to(rows.dtype) * rows[:, -1]
+
+    T = sizes.shape[1]
+    # states are float32 at least
+    exact, single = case.to(torch.float64), case.to(torch.float32)
+    before = torch.nn.functional.pad(define(single, T - 1)[1], (0, 1))
+    new = (case.linear_query, case.linear_key[:, -1], case.linear_value[:, -1])
+    query, key, value = (x.to(DEVICE) for x in new)
     step = LinearStep(
         LINEAR,
-        *(x.to(DEVICE) for x in (case.linear_query, key, case.linear_value[:, -1], state)),
+        query,
+        key * sizes[:, -1, :, None].to(key),
+        value,
+        before.to(DEVICE),
         decay=(-sizes[:, -1] * rate).to(DEVICE),
         skip=skip.to(DEVICE),
         normalise=False,
     )
-    rows = routed_decode(
-        case.query.to(DEVICE),
-        *(x.transpose(1, 2).contiguous().to(DEVICE) for x in (case.key, case.value)),
-        case.weights.to(DEVICE),
-        WINDOWS,
-        length=torch.tensor(T, device=DEVICE),
-        start=case.start.to(DEVICE),
-        linear=step,
-        impl=impl,
-    )
-    assert_within_error_budget("rows", rows.cpu(), oracle, plain)
-    assert_within_error_budget("state", step.state[..., :-1].cpu(), after, plain_after)
+    rows, state = decode(case, impl, spare=spare, linear=step)
+    assert rows.dtype == case.query.dtype
+    expected, after = define(exact, T)
+    plain, plain_after = define(single, T)
+    plain = merge(case, plain.to(rows.dtype))
+    assert_within_error_budget("rows", rows, merge(exact, expected), plain)
+    assert_within_error_budget("state", state[..., :-1], after, plain_after)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("K", "group", "P"), [(2, 2, 32), (1, 3, 48)])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_state_may_decay_and_be_skipped(impl, K, group, P, padded):
+    case = make_case(100, K, group, P, starts=(0, 9, 99, 0, 50) if padded else None)
+    sizes = torch.rand(len(ROUTES), 100, K, generator=torch.Generator().manual_seed(2))
+    check_state_space(case, sizes, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -430,6 +437,28 @@ def test_kernel_is_as_accurate_in_half_precision(K, group, P, scores, dtype, mon
     assert_within_error_budget("rows", rows, oracle, plain)
     expected = state_of(case.to(torch.float64), 1500)
     assert_within_error_budget("state", state, expected, state_of(case.to(torch.float32), 1500))
+
+
+@pytest.mark.parametrize(
+    ("impl", "T", "dtype"),
+    [
+        # not bfloat16: the reference multiplies in it, and the interpreter cuts it off
+        *((impl, 150, torch.float16) for impl in IMPLS),
+        *(
+            pytest.param("triton", 1500, dtype, marks=pytest.mark.gpu)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("K", "group", "P"), [(2, 4, 128), (1, 8, 64), (2, 2, 80)])
+def test_decay_and_skip_are_as_accurate_in_half_precision(K, group, P, impl, T, dtype, monkeypatch):
+    monkeypatch.undo()  # tiles of their real size
+    case = make_case(T, K, group, P, starts=(0, 5, T // 2, 64, T - 100)).to(dtype)
+    generator = torch.Generator().manual_seed(2)
+    # powers of two, by which keys are multiplied exactly
+    sizes = 2.0 ** torch.randint(-3, 1, (len(ROUTES), T, K), generator=generator)
+    check_state_space(case, sizes, impl, spare=2 * T)
 
 
 @pytest.mark.gpu

@@ -130,7 +130,7 @@ def _verdict(judge: RouteJudge, is_belief_known: bool) -> Figures:
 def relative_flops(
     config: MetaAttentionConfig, executed: Flops, num_blocks: int, length: int
 ) -> dict[str, float]:
-    """Operations per token, and as shares of a model with full attention in every layer."""
+    """Operations per token, and as shares of a plain model with full attention in every layer."""
     one = count_full(config, length)
     parts = ("attention", "layer", "model")
     per_token = {

@@ -71,7 +71,8 @@ def flops(
     """Count the operations of a forward: attention alone, with its projections, the whole model.
 
     A token pays for the expert it takes; keys, values and linear states are made for all. Beside
-    each figure is its ratio to the same model with full attention and no controller.
+    each figure is its ratio to the same model with full attention in every block, no controller and
+    a plain sum of residuals.
     """
     shares = _parse_mix(mix)
     if residual_blocks is not None and residual is not Residual.block_attention:

@@ -362,7 +362,7 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
     """Flags as the settings of the same name."""
     from meta_attention.training.recipes import (
         parse_costs,
-        parse_indices,
+        parse_depth_layers,
         parse_layer_experts,
         parse_names,
     )
@@ -386,7 +386,7 @@ def _parse(given: dict[str, Any]) -> dict[str, Any]:
         "route_gradient": str,
         "route_granularity": str,
         "residual": str,
-        "depth_layers": parse_indices,
+        "depth_layers": parse_depth_layers,
         "depth_routing": str,
         "precision": str,
     }

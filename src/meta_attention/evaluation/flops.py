@@ -88,7 +88,7 @@ class Flops:
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """What one sequence costs, and what it would with full attention in every layer."""
+    """What one sequence costs, and what it would in a plain model of full attention."""
 
     length: int
     routed: Flops
@@ -197,16 +197,22 @@ def count_model(
 
 
 def count_full(config: MetaAttentionConfig, length: int) -> Flops:
-    """Operations of a model on one sequence, if every layer had full attention alone."""
+    """Operations on one sequence of a plain model of its size: full attention in every block for
+    every token, and a sum of residuals.
+
+    Shares of it compare models whatever they are made of: what they add is never in the divisor.
+    """
     full = _with_full_attention(config)
     return count_model(full, [torch.ones(1, length, 1)] * config.num_hidden_layers)
 
 
 def _with_full_attention(config: MetaAttentionConfig) -> MetaAttentionConfig:
-    """The same model with full attention alone, in every block and for every token."""
+    """The same model with full attention alone, in every block and for every token, and a plain
+    sum of residuals."""
     full = copy.copy(config)
     full.experts, full.layer_experts = ("full",), None
     full.depth_capacity = full.depth_layers = None
+    full.residual = "sum"
     return full
 
 
@@ -303,7 +309,7 @@ def cost_table(
 ) -> list[CostRow]:
     """What a mix costs at several lengths, next to the same model with full attention only.
 
-    That model has no controller: its layers have nothing to choose.
+    That model has no controller, as its layers have nothing to choose, and no Attention Residuals.
     """
     full = _with_full_attention(config)
     return [

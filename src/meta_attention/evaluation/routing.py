@@ -31,7 +31,8 @@ RoutedLayer = BayesianMetaAttentionLayer | Router
 
 # an expert collapse: a layer that sends more than this share of its tokens to one expert
 EXPERT_COLLAPSE = 0.95
-# a prior collapse: a layer whose mean KL or adaptivity is below this, in nats
+# a prior collapse: a layer whose mean KL or adaptivity is below this, in nats; both of its tokens
+# that enter
 PRIOR_COLLAPSE = 0.01
 
 
@@ -57,7 +58,9 @@ class LayerRouting:
     projected_cost: float
     """Mean over tokens of the sum over experts of weight * cost."""
     kl: float | None
-    """Mean KL to the prior in nats, where there is one."""
+    """Mean KL to the prior in nats, where there is one.
+
+    Over all tokens, as in the objective: those that pass a block by have a KL of 0."""
 
     @property
     def is_static(self) -> bool:
@@ -65,7 +68,7 @@ class LayerRouting:
 
     @property
     def has_expert_collapse(self) -> bool:
-        """More than 95% of the tokens that enter go to one expert."""
+        """More than 95% of the tokens that enter go to one expert; False if none enters."""
         return not self.is_static and max(self.top_share.values()) > EXPERT_COLLAPSE * self.entered
 
     @property
@@ -75,11 +78,15 @@ class LayerRouting:
 
     @property
     def has_prior_collapse(self) -> bool:
-        """Mean KL or adaptivity below 0.01 nats: tokens are not told apart."""
-        if self.adaptivity is None:
+        """Mean KL or adaptivity below 0.01 nats: tokens that enter are not told apart.
+
+        False if none enters: there is nobody to tell apart.
+        """
+        if self.adaptivity is None or self.entered == 0.0:
             return False
+        # tokens that pass by add nothing to the KL, and must not make it look small
         return self.adaptivity < PRIOR_COLLAPSE or (
-            self.kl is not None and self.kl < PRIOR_COLLAPSE
+            self.kl is not None and self.kl / self.entered < PRIOR_COLLAPSE
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,7 +163,8 @@ def summarise_routing(
     Args:
         weights: ``[B, T, E]`` or ``[B, T, G, E]`` per layer, rows summing to one.
         kl: Mean KL to the prior in nats: of each layer (None where there is no prior), or one
-            number for the whole model, which then stands for every routed layer.
+            number for the whole model, which then stands for every routed layer. Over all tokens,
+            those that pass a block by with a KL of 0.
         expert_names: Names of the experts of each layer.
         costs: Cost of each expert ``[E]`` per layer.
         mask: ``[B, T]``, 0 for padding.

@@ -496,12 +496,14 @@ def parse_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def parse_indices(text: str) -> tuple[int, ...]:
-    """``"1,3"`` -> its numbers."""
-    names = parse_names(text)
-    if not all(name.isdecimal() for name in names):
-        raise ConfigError(f"indices must be whole numbers parted by commas, got {text!r}")
-    return tuple(map(int, names))
+def parse_depth_layers(text: str) -> tuple[int, ...]:
+    """``"1,3"`` -> the indices of blocks."""
+    indices = [index.strip() for index in text.split(",")]
+    if not all(index.isdecimal() for index in indices):
+        raise ConfigError(
+            f"depth_layers must be indices of blocks, 0 or more, parted by commas, got {text!r}"
+        )
+    return tuple(map(int, indices))
 
 
 def parse_layer_experts(text: str) -> tuple[tuple[str, ...], ...]:

@@ -11,7 +11,7 @@ GLOSSARY = {
     "routing entropy": "mean over tokens of the entropy of the weights; 100% is equal weights.",
     "adaptivity": "what a token tells about its route, in nats; 0 means constant routing.",
     "collapsed layers": "expert: more than 95% of tokens to one expert. Prior: mean KL or "
-    "adaptivity below 0.01 nats.",
+    "adaptivity below 0.01 nats. Both of the tokens that enter, where others pass a block by.",
     "regret": "loss with the chosen routes minus loss with each token's best forced expert, one "
     "layer at a time. Below 0, mixing beats any one expert.",
     "ECE": "expected calibration error, 15 bins: of the next character, and of the top expert "
