@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from study_adapt_report import save_figure
 from study_adapt_variants import FADING_KL, WEAK, make_blind
 from study_jobs import Job, run_command, run_side_by_side, say
 from study_static_heads import Point, StaticModel, divergence_at, search
@@ -62,6 +63,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no hold": {"hold": 0.0},
     "drawn to the end": {"argmax_from": 1.0},
     "neither": {"hold": 0.0, "argmax_from": 1.0},
+    "target 0.15": {"target_cost": 0.15},
+    "target 0.4": {"target_cost": 0.4},
 }
 ROUTING = {
     "length": LENGTH,
@@ -297,8 +300,40 @@ def run_static(args: argparse.Namespace) -> int:
     return 0
 
 
+def draw(rows: Sequence[dict[str, Any]], static: Sequence[Point], path: Path) -> None:
+    """Every run, and the line of the best static choices, by their cost."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    if static:
+        axis.plot(
+            [point.attention_share for point in static],
+            [point.divergence for point in static],
+            "s-",
+            color="black",
+            lw=1.0,
+            ms=4,
+            label="best of all static choices",
+        )
+    for row in rows:
+        axis.plot(row["attention_share"], row["divergence"], "o", ms=5, label=row["variant"])
+    axis.set_xlim(0.05, 0.65)
+    axis.set_ylim(0.0, 0.06)
+    axis.set_xlabel("attention FLOPs, share of the base's")
+    axis.set_ylabel("divergence from the base, nats per token")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    save_figure(figure, path)
+
+
 def run_report(args: argparse.Namespace) -> int:
-    report(args.runs, args.json)
+    rows = report(args.runs, args.json)
+    if args.image is not None:
+        draw(rows, read_static(args.runs), args.image)
+        print(f"wrote {args.image}")
     return 0
 
 
@@ -338,6 +373,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("report", help="the table, and its figures as JSON")
     command.add_argument("--runs", type=Path, required=True, help="the folder of --out")
     command.add_argument("--json", type=Path, help="file to write")
+    command.add_argument("--image", type=Path, help="figure to draw, such as bytes.svg")
     command.set_defaults(call=run_report)
     return parser
 

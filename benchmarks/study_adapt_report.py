@@ -365,7 +365,7 @@ def draw_frontier(rows: Sequence[Row], path: Path) -> Path:
     left.set_yscale("symlog", linthresh=0.02)
     right.set_ylabel("answers, share of the base's")
     left.legend(fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
     return path
 
 
@@ -386,11 +386,12 @@ def draw_passage(passage: Mapping[str, Any], name: str, path: Path) -> Path:
     axis.set_yticks(range(len(layers)), layers, fontsize=6)
     axis.set_ylabel("layer")
     axis.set_title(f"{name}: share of a layer's heads on full attention", size=9)
-    _save(figure, path)
+    save_figure(figure, path)
     return path
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Drawn again, the same figure is the same file."""
     import matplotlib.pyplot as plt
 
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):

@@ -41,8 +41,10 @@ def test_runs_are_compared_with_the_best_static_choices(out, tmp_path, capsys, m
     assert study.main(["run", "--out", str(out), "--variant", "blind", "--steps", "2"]) == 0
     assert study.main(["static", "--out", str(out)]) == 0
     assert "the best of 256 static choices" in capsys.readouterr().out
-    path = tmp_path / "rows.json"
-    assert study.main(["report", "--runs", str(out), "--json", str(path)]) == 0
+    path, image = tmp_path / "rows.json", tmp_path / "runs.svg"
+    files = ["--json", str(path), "--image", str(image)]
+    assert study.main(["report", "--runs", str(out), *files]) == 0
+    assert "best of all static choices" in image.read_text()
     summary = json.loads(path.read_text())
     (blind,) = (row for row in summary["rows"] if row["variant"] == "blind")
     # a controller that has seen no token has one expert for every head: one of all choices
