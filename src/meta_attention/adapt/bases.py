@@ -36,6 +36,9 @@ PACKAGED = {
     ),
 }
 
+# in place of a table in the log, and of an error that points to it
+TELL_WHAT_IS_MISSING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
 
 def is_installed(name: str) -> bool:
     """Whether a packaged model, and what reading it takes, is there."""
@@ -54,7 +57,7 @@ def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
     packaged = PACKAGED.get(name)
     folder, file = (name, {}) if packaged is None else _locate(name)
     auto = AutoModel if packaged is not None and packaged.is_encoder else AutoModelForCausalLM
-    loaded: Any = auto.from_pretrained(folder, **file, **kwargs, output_loading_info=True)
+    loaded: Any = auto.from_pretrained(folder, **file, **(kwargs | TELL_WHAT_IS_MISSING))
     model: PreTrainedModel = loaded[0]
     _check_whole(name, model, loaded[1])
     if packaged is not None:
@@ -77,7 +80,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def _check_whole(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Raise where weights are missing, in whose place Transformers has put random ones."""
-    missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    # of another shape: with the two shapes beside the name
+    missing = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if getattr(model.config, "is_decoder", None) is False:
         # an encoder is whole without the head that a class for text puts on it
         own, prefix = model.base_model.state_dict(), f"{model.base_model_prefix}."
