@@ -122,7 +122,7 @@ def load_adapter(
     if card.get("lora"):
         # before anything changes: once it is installed, the same model can be tried again
         require_peft(f"{folder}, which was trained with LoRA,")
-        check_lora(Path(folder))
+        check_lora(model, Path(folder))
     routers = new_routers(model, AdaptConfig.of(card["settings"]))
     _fill(routers.values(), tensors, Path(folder))
     # nothing has changed so far: a broken file leaves the model as it was
