@@ -159,6 +159,32 @@ def test_broken_adapters_are_named(saved, tmp_path):
         read_card(folder)
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("settings", {"experts": 5}, "cannot be: experts must be a list of expert names"),
+        ("settings", {"window_size": "wide"}, "settings that cannot be: window_size must be a"),
+        ("settings", {"windows": 3}, "settings that cannot be: unknown setting of adapt 'windows'"),
+        ("weights", "x y", "must have numbers of the base's embed_tokens.weight, got 'x y'"),
+        ("weights", 5, "must have numbers of the base's embed_tokens.weight, got 5"),
+    ],
+    ids=str,
+)
+def test_a_card_with_values_that_cannot_be_is_one_sentence(part, value, message, saved):
+    _, folder = saved
+    file = folder / "adapter.json"
+    card = json.loads(file.read_text())
+    if part == "settings":
+        card["settings"] |= value
+    else:
+        card["base"]["weights"]["embed_tokens.weight"] = value
+    file.write_text(json.dumps(card))
+    with pytest.raises(DataError, match=message) as caught:
+        load_adapter(build_base("llama"), folder)
+    assert str(caught.value).endswith("save the adapter anew")
+    assert "\n" not in str(caught.value)
+
+
 def test_metadata_is_plain(tmp_path):
     with pytest.raises(ConfigError, match="metadata must be plain JSON"):
         save_adapter(adapt(build_base("llama")), tmp_path, metadata={"loss": torch.ones(1)})

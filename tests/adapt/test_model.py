@@ -232,6 +232,7 @@ def test_weights_of_the_base_keep_their_names():
     [
         ({"expert": ("full",)}, "unknown setting of adapt 'expert'; did you mean 'experts'"),
         ({"experts": ("full", "lokal")}, "unknown expert 'lokal'"),
+        ({"experts": 5}, "experts must be a list of expert names"),
         ({"experts": ("local",)}, "start_expert must be one of experts"),
         ({"layers": []}, "layers must be a list of layer indices"),
         ({"layers": "all"}, "layers must be a list of layer indices"),
