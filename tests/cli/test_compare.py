@@ -161,6 +161,11 @@ def test_another_shape_is_refused_also_when_told(run, adapter, base, tmp_path):
             "lengths must be between 2 and 1024",
         ),
         (
+            ["--adapter", "ADAPTER", "--compare-base", "--lengths", "99", "--questions", "1"],
+            ConfigError,
+            "raise the length (--lengths), have fewer of them, or ask for no facts (--questions 0)",
+        ),
+        (
             ["--adapter", "ADAPTER", "--compare-base", "--text", "short"],
             DataError,
             "the text must have >= 1024 tokens, got 5",
