@@ -42,9 +42,9 @@ from meta_attention.training.run import (
     check_free,
     choose_checkpoint,
     go_on_with,
-    make_folder,
     read_run,
     read_settings,
+    run_folder,
     training_arguments,
     versions,
     write_run,
@@ -149,17 +149,17 @@ def train_router(
                 "weights; name the same one"
             )
         checkpoint = choose_checkpoint(out, args, say)
-    make_folder(out)
-    trainer = RouterTrainer(
-        model,
-        args,
-        settings,
-        routes=routes,
-        train_dataset=train,
-        eval_dataset=blocks.valid,
-        recall=recall,
-        callbacks=[MetricsLog(out), *callbacks],
-    )
+    with run_folder(out):
+        trainer = RouterTrainer(
+            model,
+            args,
+            settings,
+            routes=routes,
+            train_dataset=train,
+            eval_dataset=blocks.valid,
+            recall=recall,
+            callbacks=[MetricsLog(out), *callbacks],
+        )
     # only now, when nothing is left to refuse, does the folder become a run
     record = _describe(settings, blocks, model, args, length) | {"base_weights": weights}
     with clear_write_errors("run.json", out):
