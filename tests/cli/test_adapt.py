@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meta_attention.adapt import load_adapter, routers_of
 from meta_attention.errors import ConfigError, DataError
@@ -99,6 +99,17 @@ def test_a_run_goes_on_where_it_is(run, adapter):
     result = run("adapt", "--out", folder, "--resume", "--json")
     assert result.exit_code == 0, result.exception
     assert json.loads(result.stdout[result.stdout.index("{") :])["finished"]
+
+
+def test_a_finished_run_is_not_resumed_with_another_base(run, adapter, base, tmp_path):
+    folder, _ = adapter
+    moved = shutil.copytree(base, tmp_path / "moved")
+    assert run("adapt", moved, "--out", folder, "--resume").exit_code == 0
+    vocab_size = AutoConfig.from_pretrained(base).vocab_size
+    build_base("llama", seed=5, vocab_size=vocab_size).save_pretrained(moved)
+    result = run("adapt", moved, "--out", folder, "--resume")
+    assert isinstance(result.exception, ConfigError)
+    assert "a resumed run must have the base it began with" in str(result.exception)
 
 
 def test_generate_and_inspect_take_an_adapter(run, adapter, base):

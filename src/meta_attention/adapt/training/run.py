@@ -102,10 +102,17 @@ def train_router(
         What ``run.json`` then holds; ``metrics`` is what the adapter's card says was measured.
     """
     out = Path(out).resolve()
-    if resume and (record := read_run(out)).get("finished"):
-        say(f"{out} holds a finished run: nothing to do")
-        return record
-    if not resume:
+    if resume:
+        saved = read_run(out)
+        if saved.get("base_weights") != sample_weights(model):
+            raise ConfigError(
+                f"a resumed run must have the base it began with, but {settings.model} has other "
+                "weights; name the same one"
+            )
+        if saved.get("finished"):
+            say(f"{out} holds a finished run: nothing to do")
+            return saved
+    else:
         check_free(out, CARD_FILE)
     _check(model, settings, routes)
     shape = family_of(model.config).shape(model.config)
@@ -141,13 +148,7 @@ def train_router(
     weights = sample_weights(model)
     checkpoint = None
     if resume:
-        saved = read_run(out)
         check_same_text(saved, blocks)
-        if saved.get("base_weights") != weights:
-            raise ConfigError(
-                f"a resumed run must have the base it began with, but {settings.model} has other "
-                "weights; name the same one"
-            )
         checkpoint = choose_checkpoint(out, args, say)
     with run_folder(out):
         trainer = RouterTrainer(
