@@ -108,10 +108,14 @@ def test_a_sample_reaches_from_the_first_value_to_the_last(size):
 
 def test_another_base_is_refused(saved):
     model, folder = saved
-    with pytest.raises(ConfigError, match="the adapter is for tiny: its family is llama, but the"):
+    with pytest.raises(ConfigError, match="for tiny: its family is llama, but the") as family:
         load_adapter(build_base("qwen3"), folder)
-    with pytest.raises(ConfigError, match=r"its shape is .*'hidden_size': 32.*'hidden_size': 64"):
+    with pytest.raises(ConfigError, match=r"its shape is .*'hidden_size': 32.*: 64") as shape:
         load_adapter(build_base("llama", hidden_size=64), folder, allow_other_base=True)
+    for caught in (family, shape):
+        assert str(caught.value).endswith(
+            "; load the base it was trained for, or train one for this model"
+        )
     other = build_base("llama", seed=1)
     with pytest.raises(OtherBaseError, match=r"of other weights than this model .* or pass allow_"):
         load_adapter(other, folder)

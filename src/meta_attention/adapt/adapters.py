@@ -110,7 +110,9 @@ def load_adapter(
             continue
         difference = f"{name}: its {key} is {base[key]}, but the model's is {here}"
         if key in ("family", "shape"):
-            raise ConfigError(difference)
+            raise ConfigError(
+                f"{difference}; load the base it was trained for, or train one for this model"
+            )
         if not allow_other_base:
             raise OtherBaseError(difference)
     if not allow_other_base:
