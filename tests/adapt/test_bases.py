@@ -1,5 +1,7 @@
 """Real models, where their packages are installed."""
 
+import copy
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +29,17 @@ TEXTS = [
 
 def needs(name):
     return pytest.mark.skipif(not is_installed(name), reason=f"{name} is not installed")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """Read once, which takes its time; tests adapt copies of it."""
+    return load_base(SMOLLM2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(SMOLLM2)
 
 
 def test_a_model_that_is_not_installed_says_how_to(monkeypatch):
@@ -90,10 +103,9 @@ def test_minilm_embeds_as_it_did():
 
 @needs(SMOLLM2)
 @torch.no_grad()
-def test_smollm2_predicts_and_writes_as_it_did():
-    model, tokenizer = load_base(SMOLLM2), load_tokenizer(SMOLLM2)
-    tokenizer.padding_side = "left"
-    batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
+def test_smollm2_predicts_and_writes_as_it_did(smollm2, tokenizer):
+    model = copy.deepcopy(smollm2)
+    batch = tokenizer(TEXTS, padding=True, padding_side="left", return_tensors="pt")
     is_token = batch["attention_mask"].bool()
     options = {"max_new_tokens": 6, "do_sample": False}
     expected, written = model(**batch).logits[is_token], model.generate(**batch, **options)
@@ -109,9 +121,24 @@ def test_smollm2_predicts_and_writes_as_it_did():
 
 @needs(SMOLLM2)
 @torch.no_grad()
-def test_smollm2_needs_sinks_more_than_a_window():
-    model = adapt(load_base(SMOLLM2), window_size=8)
-    ids = load_tokenizer(SMOLLM2)(TEXTS[0], return_tensors="pt").input_ids
+def test_smollm2_in_float64_is_the_same_to_the_last_digits(smollm2, tokenizer):
+    """So what differs in float32 is rounding."""
+    model = copy.deepcopy(smollm2).double()
+    ids = tokenizer(TEXTS[0] * 8, return_tensors="pt").input_ids[:, :256]
+    assert ids.shape == (1, 256)
+    expected = model(ids).logits
+    adapt(model, window_size=64)
+    with collect_routing(model) as record:
+        actual = model(ids).logits
+    assert record.routed_cost == 1.0
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-9)
+
+
+@needs(SMOLLM2)
+@torch.no_grad()
+def test_smollm2_needs_sinks_more_than_a_window(smollm2, tokenizer):
+    model = adapt(copy.deepcopy(smollm2), window_size=8)
+    ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
 
     def loss(way):
         with routed_as(model, way):
@@ -124,10 +151,9 @@ def test_smollm2_needs_sinks_more_than_a_window():
 
 
 @needs(SMOLLM2)
-def test_smollm2_can_be_saved_and_trained_as_any_other_model(tmp_path):
-    model = load_base(SMOLLM2)
-    assert not model.is_quantized
-    model.save_pretrained(tmp_path)
+def test_smollm2_can_be_saved_and_trained_as_any_other_model(smollm2, tmp_path):
+    assert not smollm2.is_quantized
+    smollm2.save_pretrained(tmp_path)
     other = load_base(str(tmp_path))
-    for name, parameter in model.named_parameters():
+    for name, parameter in smollm2.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name)), name
