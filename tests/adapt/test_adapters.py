@@ -31,13 +31,15 @@ SETTINGS = {"experts": ("full", "local", "linear", "ssm"), "window_size": 3, "la
 
 ELSEWHERE = """
 import sys
+from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 from meta_attention.adapt import load_adapter
 
-model = load_adapter(AutoModelForCausalLM.from_pretrained(sys.argv[1]), sys.argv[2])
-with torch.no_grad():
-    torch.save(model(torch.load(sys.argv[3])).logits, sys.argv[4])
+for folder in Path(sys.argv[1]).iterdir():
+    model = load_adapter(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter")
+    with torch.no_grad():
+        torch.save(model(torch.load(folder / "ids.pt")).logits, folder / "logits.pt")
 """
 
 
@@ -50,21 +52,26 @@ def saved(tmp_path):
     return model, save_adapter(model, tmp_path / "adapter", base="tiny", metadata=metadata)
 
 
-def test_a_fresh_process_predicts_the_same(saved, tmp_path):
-    model, folder = saved
-    build_base("llama").save_pretrained(tmp_path / "base")
-    ids = draw_tokens(2, 20)
-    torch.save(ids, tmp_path / "ids.pt")
-    arguments = [tmp_path / "base", folder, tmp_path / "ids.pt", tmp_path / "logits.pt"]
+def test_a_fresh_process_predicts_the_same(tmp_path):
+    """Of plain layers, of matrices the other way round, and of soft-caps beside windows."""
+    ids, expected = draw_tokens(2, 20), {}
+    for name in ("llama", "gpt2", "gemma2"):
+        folder = tmp_path / name
+        build_base(name).save_pretrained(folder / "base")
+        model = adapt(build_base(name), **SETTINGS)
+        randomise_controllers(model)
+        save_adapter(model, folder / "adapter")
+        torch.save(ids, folder / "ids.pt")
+        with torch.no_grad():
+            expected[name] = predict(model, ids)
     subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, *map(str, arguments)],
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path)],
         check=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         timeout=120,
     )
-    with torch.no_grad():
-        expected = predict(model, ids)
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+    for name, logits in expected.items():
+        assert torch.equal(torch.load(tmp_path / name / "logits.pt"), logits), name
 
 
 def test_the_card_says_what_it_is_for(saved):
@@ -108,10 +115,14 @@ def test_a_sample_reaches_from_the_first_value_to_the_last(size):
 
 def test_another_base_is_refused(saved):
     model, folder = saved
-    with pytest.raises(ConfigError, match="the adapter is for tiny: its family is llama, but the"):
+    with pytest.raises(ConfigError, match="for tiny: its family is llama, but the") as family:
         load_adapter(build_base("qwen3"), folder)
-    with pytest.raises(ConfigError, match=r"its shape is .*'hidden_size': 32.*'hidden_size': 64"):
+    with pytest.raises(ConfigError, match=r"its shape is .*'hidden_size': 32.*: 64") as shape:
         load_adapter(build_base("llama", hidden_size=64), folder, allow_other_base=True)
+    for caught in (family, shape):
+        assert str(caught.value).endswith(
+            "; load the base it was trained for, or train one for this model"
+        )
     other = build_base("llama", seed=1)
     with pytest.raises(OtherBaseError, match=r"of other weights than this model .* or pass allow_"):
         load_adapter(other, folder)
@@ -157,6 +168,32 @@ def test_broken_adapters_are_named(saved, tmp_path):
     card.write_text("{")
     with pytest.raises(DataError, match="is not JSON"):
         read_card(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("settings", {"experts": 5}, "cannot be: experts must be a list of expert names"),
+        ("settings", {"window_size": "wide"}, "settings that cannot be: window_size must be a"),
+        ("settings", {"windows": 3}, "settings that cannot be: unknown setting of adapt 'windows'"),
+        ("weights", "x y", "must have numbers of the base's embed_tokens.weight, got 'x y'"),
+        ("weights", 5, "must have numbers of the base's embed_tokens.weight, got 5"),
+    ],
+    ids=str,
+)
+def test_a_card_with_values_that_cannot_be_is_one_sentence(part, value, message, saved):
+    _, folder = saved
+    file = folder / "adapter.json"
+    card = json.loads(file.read_text())
+    if part == "settings":
+        card["settings"] |= value
+    else:
+        card["base"]["weights"]["embed_tokens.weight"] = value
+    file.write_text(json.dumps(card))
+    with pytest.raises(DataError, match=message) as caught:
+        load_adapter(build_base("llama"), folder)
+    assert str(caught.value).endswith("save the adapter anew")
+    assert "\n" not in str(caught.value)
 
 
 def test_metadata_is_plain(tmp_path):

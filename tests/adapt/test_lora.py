@@ -6,10 +6,18 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from meta_attention import adapt
 from meta_attention.adapt import load_adapter, read_card, routed_as, save_adapter
-from meta_attention.adapt.lora import add_lora, lora_parameters, projections_of, without_lora
+from meta_attention.adapt.lora import (
+    CONFIG_FILE,
+    TENSOR_FILE,
+    add_lora,
+    lora_parameters,
+    projections_of,
+    without_lora,
+)
 from meta_attention.adapt.training import RouterSettings, train_router
 from meta_attention.errors import BackendUnavailableError, ConfigError, DataError
 from meta_attention.testing.pretrained import (
@@ -154,6 +162,43 @@ def test_a_lora_that_cannot_be_read_leaves_the_model_as_it_was(run, name, conten
         load_adapter(base, folder)
     path.write_bytes(whole)
     assert lora_parameters(load_adapter(base, folder))
+
+
+def of_another_rank(tensors, config):
+    return {n: torch.cat([x, x], dim=int("lora_B" in n)) for n, x in tensors.items()}, config
+
+
+def without_some(tensors, config):
+    return dict(list(tensors.items())[:3]), config
+
+
+def with_others(tensors, config):
+    return tensors | {f"{name}.more": x.clone() for name, x in tensors.items()}, config
+
+
+def for_other_modules(tensors, config):
+    return tensors, config | {"target_modules": ["nowhere"]}
+
+
+@needs_peft
+@pytest.mark.parametrize("breaks", [of_another_rank, without_some, with_others, for_other_modules])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_lora_that_does_not_fit_leaves_the_model_as_it_was(family, breaks, tmp_path):
+    model = adapt(build_base(family), window_size=4)
+    add_lora(model, 2)
+    save_adapter(model, tmp_path)
+    files = [tmp_path / "lora" / name for name in (TENSOR_FILE, CONFIG_FILE)]
+    whole = [file.read_bytes() for file in files]
+    tensors, config = breaks(load_file(files[0]), json.loads(files[1].read_text()))
+    save_file(tensors, files[0], metadata={"format": "pt"})
+    files[1].write_text(json.dumps(config))
+    base = build_base(family)
+    with pytest.raises(DataError, match=r"does not fit .*copy or save the adapter anew$") as caught:
+        load_adapter(base, tmp_path)
+    assert "\n" not in str(caught.value)
+    for file, content in zip(files, whole, strict=True):
+        file.write_bytes(content)
+    assert lora_parameters(load_adapter(base, tmp_path))
 
 
 @needs_peft

@@ -59,20 +59,29 @@ def test_the_teacher_is_the_base_whatever_routers_believe(name):
         assert_same(predict(model, ids, attention_mask=mask), expected, mask)
 
 
+@pytest.mark.parametrize("lengths", [[16, 16], [16, 5]], ids=["whole", "padded on the left"])
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
-def test_a_cache_of_the_base_serves_the_adapted_model(name):
+def test_a_cache_of_the_base_serves_the_adapted_model(name, lengths):
     """Prompt, a chunk and single tokens, all on full: what the base says in one pass."""
-    ids = draw_tokens(2, 16)
+    ids, mask = pad_rows(draw_tokens(2, 16), lengths, "left")
     model = build_base(name)
-    expected = predict(model, ids)
+    expected = predict(model, ids, attention_mask=mask)
     adapt(model, window_size=4)
-    outputs, cache = [], None
+    outputs, cache, seen = [], None, 0
     for chunk in ids.split([7, 5, 1, 1, 1, 1], dim=1):
-        out = model(chunk, past_key_values=cache, use_cache=True)
+        seen += chunk.shape[1]
+        out = model(chunk, attention_mask=mask[:, :seen], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         outputs.append(out.logits)
-    assert_same(torch.cat(outputs, dim=1), expected, torch.ones_like(ids))
+    assert_same(torch.cat(outputs, dim=1), expected, mask)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "bert"])
+def test_small_models_have_biases_that_count(name):
+    biases = [p for key, p in build_base(name).named_parameters() if key.endswith("bias")]
+    assert biases
+    assert all(bias.any() for bias in biases)
 
 
 @torch.no_grad()
@@ -232,6 +241,7 @@ def test_weights_of_the_base_keep_their_names():
     [
         ({"expert": ("full",)}, "unknown setting of adapt 'expert'; did you mean 'experts'"),
         ({"experts": ("full", "lokal")}, "unknown expert 'lokal'"),
+        ({"experts": 5}, "experts must be a list of expert names"),
         ({"experts": ("local",)}, "start_expert must be one of experts"),
         ({"layers": []}, "layers must be a list of layer indices"),
         ({"layers": "all"}, "layers must be a list of layer indices"),

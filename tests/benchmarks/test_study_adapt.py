@@ -1,6 +1,7 @@
 """The study of adapted models, at sizes a CPU runs in seconds."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -66,6 +67,12 @@ def cache(tmp_path_factory):
         arguments += ["--sequences", 3, "--valid-sequences", 2]
         assert study_adapt.main(["prepare", *map(str, arguments)]) == 0
     return AdaptCache.open(folder / "cache")
+
+
+def test_the_commands_of_the_docstring_name_variants_that_exist():
+    named = re.findall(r"--variants (\S+)", study_adapt.__doc__)
+    assert len(named) == 2
+    assert set(named) <= TRAININGS.keys()
 
 
 def run(command, cache, out, *arguments):

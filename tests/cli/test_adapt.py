@@ -1,11 +1,12 @@
 """``meta-attention adapt``, and what is done with an adapter."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meta_attention.adapt import load_adapter, routers_of
 from meta_attention.adapt.adapters import WEIGHTS_FILE
@@ -122,6 +123,17 @@ def test_a_run_goes_on_where_it_is(run, adapter):
     assert json.loads(result.stdout[result.stdout.index("{") :])["finished"]
 
 
+def test_a_finished_run_is_not_resumed_with_another_base(run, adapter, base, tmp_path):
+    folder, _ = adapter
+    moved = shutil.copytree(base, tmp_path / "moved")
+    assert run("adapt", moved, "--out", folder, "--resume").exit_code == 0
+    vocab_size = AutoConfig.from_pretrained(base).vocab_size
+    build_base("llama", seed=5, vocab_size=vocab_size).save_pretrained(moved)
+    result = run("adapt", moved, "--out", folder, "--resume")
+    assert isinstance(result.exception, ConfigError)
+    assert "a resumed run must have the base it began with" in str(result.exception)
+
+
 def test_generate_and_inspect_take_an_adapter(run, adapter, base):
     folder, _ = adapter
     model = ("--adapter", folder, "--base", base)
@@ -187,7 +199,21 @@ def test_what_cannot_be_adapted_is_one_sentence(
     assert isinstance(result.exception, error)
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
-    assert not list(tmp_path.rglob("run.json"))
+    # nothing was left behind
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_base_that_lacks_a_weight_is_not_adapted(run, base, text, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "base")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    result = run("adapt", folder, "--data", text, "--out", tmp_path / "a", *SHORT)
+    assert isinstance(result.exception, DataError)
+    message = str(result.exception)
+    assert "such as model.layers.0.self_attn.q_proj.weight; save or download the" in message
+    assert "\n" not in message
+    assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,16 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from meta_attention import adapt
 from meta_attention.adapt import load_tokenizer, save_adapter
-from meta_attention.errors import BackendUnavailableError, ConfigError, DataError
+from meta_attention.errors import (
+    BackendUnavailableError,
+    ConfigError,
+    DataError,
+    MetaAttentionError,
+)
 from meta_attention.testing.pretrained import build_base, randomise_controllers
 from meta_attention.training.corpus import Corpus
 from meta_attention.training.tokenizer import build_tokenizer
@@ -155,6 +161,11 @@ def test_another_shape_is_refused_also_when_told(run, adapter, base, tmp_path):
             "lengths must be between 2 and 1024",
         ),
         (
+            ["--adapter", "ADAPTER", "--compare-base", "--lengths", "99", "--questions", "1"],
+            ConfigError,
+            "raise the length (--lengths), have fewer of them, or ask for no facts (--questions 0)",
+        ),
+        (
             ["--adapter", "ADAPTER", "--compare-base", "--text", "short"],
             DataError,
             "the text must have >= 1024 tokens, got 5",
@@ -171,6 +182,43 @@ def test_what_cannot_be_compared_is_one_sentence(flags, error, message, run, ada
     assert isinstance(result.exception, error), result.exception
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:20000])
+
+
+def narrow(path):
+    file = path.parent / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"intermediate_size": 40}))
+
+
+def drop_a_weight(path):
+    weights = load_file(path)
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate"])
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        (cut_short, "cannot be loaded; add --base with a folder that holds it whole"),
+        (narrow, "but 6 are missing or of another shape, such as model.layers.0.mlp.down_proj"),
+        (drop_a_weight, "such as model.layers.0.self_attn.q_proj.weight; save or download"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_broken_base_is_one_sentence(command, breaks, message, run, adapter, base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "broken")
+    breaks(folder / "model.safetensors")
+    flag = "--text" if command == "evaluate" else "--prompt"
+    result = run(command, "--adapter", adapter, "--base", folder, flag, "ab")
+    assert isinstance(result.exception, MetaAttentionError), result.exception
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+    # Transformers has its own to say, in tables
+    assert not result.stderr
 
 
 def test_an_encoder_is_refused_in_one_sentence(run, base, tmp_path, monkeypatch):

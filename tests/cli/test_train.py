@@ -271,8 +271,16 @@ def test_bad_settings_are_one_clear_sentence(tmp_path):
     assert "residual_blocks must be at most" in str(error_of(*out, *SMALL, *blocks))
     assert "no run.json" in str(error_of(*out, "--resume"))
     assert "must have a GPU" in str(error_of(*out, *SMALL, "--precision", "fp16"))
-    # nothing was left behind that a corrected command would trip over
-    assert not (tmp_path / "run" / "run.json").exists()
+    # nothing was left behind
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_takes_away_only_what_it_made(tmp_path):
+    flags = (*SMALL, "--routing", "hard", "--target-cost", "0.01")
+    (tmp_path / "empty").mkdir()
+    error_of("--out", tmp_path / "runs" / "new", *flags)
+    error_of("--out", tmp_path / "empty", *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 
 
 def test_tensorboard_that_is_not_there_is_named(tmp_path, monkeypatch):
@@ -280,6 +288,7 @@ def test_tensorboard_that_is_not_there_is_named(tmp_path, monkeypatch):
     error = error_of("--out", tmp_path / "run", *SMALL, "--tensorboard")
     assert isinstance(error, ConfigError)
     assert "pip install 'meta-attention[tensorboard]'" in str(error)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_before_training_is_one_clear_sentence(tmp_path, monkeypatch):

@@ -110,7 +110,9 @@ def load_adapter(
             continue
         difference = f"{name}: its {key} is {base[key]}, but the model's is {here}"
         if key in ("family", "shape"):
-            raise ConfigError(difference)
+            raise ConfigError(
+                f"{difference}; load the base it was trained for, or train one for this model"
+            )
         if not allow_other_base:
             raise OtherBaseError(difference)
     if not allow_other_base:
@@ -122,8 +124,8 @@ def load_adapter(
     if card.get("lora"):
         # before anything changes: once it is installed, the same model can be tried again
         require_peft(f"{folder}, which was trained with LoRA,")
-        check_lora(Path(folder))
-    routers = new_routers(model, AdaptConfig.of(card["settings"]))
+        check_lora(model, Path(folder))
+    routers = new_routers(model, _settings(card, model, Path(folder)))
     _fill(routers.values(), tensors, Path(folder))
     # nothing has changed so far: a broken file leaves the model as it was
     install_routers(model, routers)
@@ -188,10 +190,30 @@ def _first_difference(there: Any, here: Mapping[str, str]) -> str | None:
     if not isinstance(there, dict) or set(there) != set(here):
         return "their names"
     for name, values in here.items():
-        a, b = (torch.tensor([float(x) for x in text.split()]) for text in (there[name], values))
+        try:
+            a, b = (torch.tensor(list(map(float, x.split()))) for x in (there[name], values))
+        except (AttributeError, ValueError):
+            raise DataError(
+                f"the adapter's card must have numbers of the base's {name}, got {there[name]!r}; "
+                "save the adapter anew"
+            ) from None
         if a.shape != b.shape or not torch.allclose(a, b, rtol=TOLERANCE, atol=1e-6):
             return name
     return None
+
+
+def _settings(card: Mapping[str, Any], model: PreTrainedModel, folder: Path) -> AdaptConfig:
+    """What a card says of the routing, if routers can be built from it."""
+    family = family_of(model.config)
+    try:
+        config = AdaptConfig.of(card["settings"])
+        config.for_base(family.shape(model.config), causal=family.causal, use_rope=family.use_rope)
+    except ConfigError as error:
+        raise DataError(
+            f"{folder / CARD_FILE} has settings that cannot be: {error}; update meta-attention, or "
+            "save the adapter anew"
+        ) from None
+    return config
 
 
 def _description(model: PreTrainedModel) -> dict[str, Any]:

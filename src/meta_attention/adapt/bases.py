@@ -1,5 +1,6 @@
 """Pretrained models by name, also such as come in a package from PyPI."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,9 @@ PACKAGED = {
     ),
 }
 
+# in place of a table in the log, and of an error that points to it
+TELL_WHAT_IS_MISSING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+
 
 def is_installed(name: str) -> bool:
     """Whether a packaged model, and what reading it takes, is there."""
@@ -50,15 +54,17 @@ def load_base(name: str, **kwargs: Any) -> PreTrainedModel:
         name: One of ``PACKAGED``, or what ``from_pretrained`` takes.
         kwargs: For ``from_pretrained``.
     """
-    if name not in PACKAGED:
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
-    auto = AutoModel if PACKAGED[name].is_encoder else AutoModelForCausalLM
-    folder, file = _locate(name)
-    model: PreTrainedModel = auto.from_pretrained(folder, **file, **kwargs)
-    # not where it happens to lie
-    model.config._name_or_path = name
-    if PACKAGED[name].file.endswith(".gguf"):
-        _forget_quantization(model)
+    packaged = PACKAGED.get(name)
+    folder, file = (name, {}) if packaged is None else _locate(name)
+    auto = AutoModel if packaged is not None and packaged.is_encoder else AutoModelForCausalLM
+    loaded: Any = auto.from_pretrained(folder, **file, **(kwargs | TELL_WHAT_IS_MISSING))
+    model: PreTrainedModel = loaded[0]
+    _check_whole(name, model, loaded[1])
+    if packaged is not None:
+        # not where it happens to lie
+        model.config._name_or_path = name
+        if packaged.file.endswith(".gguf"):
+            _forget_quantization(model)
     return model
 
 
@@ -70,6 +76,21 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         # of GGUF, older Transformers read none; the mask hides whatever it is
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_whole(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    """Raise where weights are missing, in whose place Transformers has put random ones."""
+    # of another shape: with the two shapes beside the name
+    missing = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
+    if getattr(model.config, "is_decoder", None) is False:
+        # an encoder is whole without the head that a class for text puts on it
+        own, prefix = model.base_model.state_dict(), f"{model.base_model_prefix}."
+        missing = [key for key in missing if key.removeprefix(prefix) in own]
+    if missing:
+        raise DataError(
+            f"{name} must hold every weight its config asks for, but {len(missing)} are missing or "
+            f"of another shape, such as {missing[0]}; save or download the model again"
+        )
 
 
 def _forget_quantization(model: Any) -> None:

@@ -91,7 +91,9 @@ class AdaptConfig:
         del settings["layers"]
         if self.training_weights is None:
             settings["training_weights"] = "mean" if self.routing == "soft" else "one_hot"
-        if self.start_expert is not None and self.start_expert not in self.experts:
+        # what are no experts at all is refused below
+        is_known = not isinstance(self.experts, Sequence) or self.start_expert in self.experts
+        if self.start_expert is not None and not is_known:
             raise ConfigError(
                 f"start_expert must be one of experts {list(self.experts)}, got "
                 f"{self.start_expert!r}; name another, or None"

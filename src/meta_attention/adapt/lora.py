@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -117,16 +118,9 @@ def save_lora(model: PreTrainedModel, folder: Path, base: str | None) -> None:
 
     By itself it is an adapter of PEFT for the model called ``base``.
     """
-    from peft import get_peft_model_state_dict
-
     own = folder / LORA_FOLDER
     own.mkdir(exist_ok=True)
-    # told that no token was added, PEFT does not look for the base to compare vocabularies
-    state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    tensors = {
-        f"base_model.model.{name}": tensor.detach().cpu().contiguous()
-        for name, tensor in state.items()
-    }
+    tensors = {name: x.detach().cpu().contiguous() for name, x in _tensors(model).items()}
     save_file(tensors, own / TENSOR_FILE, metadata={"format": "pt"})
     configs: Any = model.peft_config
     config = copy.copy(configs[NAME])
@@ -135,18 +129,52 @@ def save_lora(model: PreTrainedModel, folder: Path, base: str | None) -> None:
     config.save_pretrained(str(own))
 
 
-def check_lora(folder: Path) -> None:
-    """Raise unless the files that :func:`save_lora` wrote can be read."""
+def check_lora(model: PreTrainedModel, folder: Path) -> None:
+    """Raise unless the files that :func:`save_lora` wrote can be read and fit, PEFT being there.
+
+    The model stays as it is: PEFT changes an empty one of its kind, to see what it would look for.
+    """
+    from peft import PeftConfig
+
     own = folder / LORA_FOLDER
     try:
         json.loads((own / CONFIG_FILE).read_text("utf-8"))
-        load_file(own / TENSOR_FILE)
+        there = load_file(own / TENSOR_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(
             f"the LoRA in {own} cannot be read ({error}); copy or save the adapter anew"
         ) from None
+    try:
+        with torch.device("meta"):
+            empty = type(model)(copy.deepcopy(model.config))
+        empty.add_adapter(PeftConfig.from_pretrained(str(own)), NAME)
+    # whatever PEFT makes of what a config may say
+    except Exception as error:
+        raise DataError(
+            f"{own / CONFIG_FILE} does not fit the model ({' '.join(str(error).split())}); copy or "
+            "save the adapter anew"
+        ) from None
+    expected = _tensors(empty)
+    # a LoRA of one's own with all biases has those of routers, too, which are not there yet
+    names = {name for name in expected.keys() | there.keys() if ".router." not in name}
+    for name in sorted(names):
+        a, b = expected.get(name), there.get(name)
+        if a is None or b is None or a.shape != b.shape:
+            raise DataError(
+                f"{own / TENSOR_FILE} does not fit its {CONFIG_FILE} at {name}; copy or save the "
+                "adapter anew"
+            )
 
 
 def load_lora(model: PreTrainedModel, folder: Path) -> None:
     """Put in what :func:`save_lora` wrote; PEFT must be there."""
     model.load_adapter(str(folder / LORA_FOLDER), adapter_name=NAME)
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What LoRA learns, under the names that its file has."""
+    from peft import get_peft_model_state_dict
+
+    # told that no token was added, PEFT does not look for the base to compare vocabularies
+    state = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    return {f"base_model.model.{name}": tensor for name, tensor in state.items()}

@@ -87,7 +87,7 @@ def load_checkpoint(
 
     device = _device(device)
     # what it would warn of is checked below
-    _be_quiet()
+    be_quiet()
     try:
         loaded: Any = MetaAttentionForCausalLM.from_pretrained(
             path, dtype=str(dtype), local_files_only=True, output_loading_info=True
@@ -96,7 +96,7 @@ def load_checkpoint(
     # every file of the folder has errors of its own
     except Exception as error:
         raise ConfigError(
-            f"{path} must hold a whole checkpoint, model and tokenizer, got: {_line(error)}"
+            f"{path} must hold a whole checkpoint, model and tokenizer, got: {one_line(error)}"
         ) from error
     model, info = loaded
     missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
@@ -150,7 +150,7 @@ def load_pretrained(name: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerB
     from meta_attention.adapt import load_base, load_tokenizer
     from meta_attention.errors import MetaAttentionError
 
-    _be_quiet()
+    be_quiet()
     try:
         model = load_base(name, dtype="auto").eval()
         return model, load_tokenizer(name)
@@ -160,7 +160,7 @@ def load_pretrained(name: str) -> tuple["PreTrainedModel", "PreTrainedTokenizerB
     except Exception as error:
         raise DataError(
             f"{name!r} must be a causal language model with its tokenizer: a folder, a hub name or "
-            f"a packaged model, got: {_line(error)}"
+            f"a packaged model, got: {one_line(error)}"
         ) from error
 
 
@@ -173,7 +173,8 @@ def _device(name: str) -> str:
     return ("cuda" if has_gpu else "cpu") if name == "auto" else name
 
 
-def _be_quiet() -> None:
+def be_quiet() -> None:
+    """Silence Transformers: what goes wrong is one line of ours."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -230,7 +231,7 @@ def _check_folder(path: Path) -> None:
     try:
         config = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} must be readable JSON, got: {_line(error)}") from error
+        raise ConfigError(f"{file} must be readable JSON, got: {one_line(error)}") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "meta_attention":
         raise ConfigError(
@@ -239,5 +240,6 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error of somebody else, as the end of one of ours."""
     return " ".join(f"{type(error).__name__}: {error}".split())

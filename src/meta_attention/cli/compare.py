@@ -44,9 +44,9 @@ def load_adapted(
         allow_other_base: Load it also for a base of other weights, if the shapes fit.
     """
     import torch
-    from transformers.utils import logging
 
     from meta_attention.adapt import load_adapter, load_base, load_tokenizer, read_card, routers_of
+    from meta_attention.cli.checkpoint import be_quiet, one_line
 
     name = base or read_card(adapter)["base"]["name"]
     if not name:
@@ -54,15 +54,16 @@ def load_adapted(
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise BackendUnavailableError("--device cuda needs a GPU that torch can see; use cpu")
-    logging.disable_progress_bar()
+    be_quiet()
     try:
         model, tokenizer = load_base(name, dtype=str(dtype)), load_tokenizer(name)
     except MetaAttentionError:
         raise
-    except (OSError, ValueError) as error:
+    # the hub, the network and every file format have errors of their own
+    except Exception as error:
         raise ConfigError(
-            f"the base {name} cannot be loaded; add --base with its folder or another name: "
-            + " ".join(str(error).split())
+            f"the base {name} cannot be loaded; add --base with a folder that holds it whole, or "
+            f"another name: {one_line(error)}"
         ) from error
     try:
         load_adapter(model, adapter, allow_other_base=allow_other_base)

@@ -120,6 +120,10 @@ def build_base(name: str, seed: int = 0, **options: Any) -> PreTrainedModel:
                 for parameter in norm.parameters():
                     # as trained ones are: not the same for every channel
                     nn.init.uniform_(parameter, 0.5, 1.5)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") and not parameter.any():
+                # likewise: a bias of 0 could be left out unnoticed
+                nn.init.normal_(parameter, std=0.3)
     return model.eval()
 
 

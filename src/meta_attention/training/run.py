@@ -9,8 +9,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import meta_attention
-from meta_attention.errors import ConfigError
+from meta_attention.errors import ConfigError, MetaAttentionError
 from meta_attention.evaluation.tasks import TaskDataset, evaluate_task
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.training.checkpoints import (
@@ -144,32 +144,30 @@ def train_model(
     if checkpoint is not None:
         check_same_model(checkpoint, model.config)
 
-    make_folder(out)
     prior = None
     if settings.empirical_prior:
         prior = EmpiricalPrior(out, text_to_look_at(blocks.train), settings.prior_strength)
-    trainer = MetaAttentionTrainer(
-        model,
-        args,
-        train_dataset=blocks.train,
-        eval_dataset=blocks.valid,
-        kl_weight=settings.kl_weight,
-        uncertainty_threshold=settings.uncertainty_threshold,
-        cost_weight=settings.cost_weight,
-        target_cost=settings.target_cost,
-        hold=settings.hold,
-        argmax_from=settings.argmax_from,
-        settle_drop=settings.settle_drop,
-        settle_steps=settings.settle_steps,
-        capture=capture,
-        processing_class=blocks.tokenizer,
-        callbacks=[
-            MetricsLog(out),
-            *([] if prior is None else [prior]),
-            *callbacks,
-            *_tensorboard(out, checkpoint, tensorboard),
-        ],
-    )
+    with run_folder(out):
+        trainer = MetaAttentionTrainer(
+            model,
+            args,
+            train_dataset=blocks.train,
+            eval_dataset=blocks.valid,
+            kl_weight=settings.kl_weight,
+            uncertainty_threshold=settings.uncertainty_threshold,
+            cost_weight=settings.cost_weight,
+            target_cost=settings.target_cost,
+            hold=settings.hold,
+            argmax_from=settings.argmax_from,
+            settle_drop=settings.settle_drop,
+            settle_steps=settings.settle_steps,
+            capture=capture,
+            processing_class=blocks.tokenizer,
+            callbacks=[MetricsLog(out), *([] if prior is None else [prior]), *callbacks],
+        )
+        # last, as it writes a file
+        for callback in _tensorboard(out, checkpoint, tensorboard):
+            trainer.add_callback(callback)
     # only now, when nothing is left to refuse, does the folder become a run
     record = _describe(settings, blocks, model, args)
     if _is_main():
@@ -231,14 +229,24 @@ def _is_main() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
-def make_folder(out: Path) -> None:
-    """Make the folder of a run."""
+@contextmanager
+def run_folder(out: Path) -> Iterator[None]:
+    """Make the folder of a run; where the run is refused meanwhile, take away what was made."""
+    made = [path for path in (out, *out.parents) if not path.exists()]
     try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the folder of a run must be one that can be made, got {out}: {error.strerror}"
-        ) from error
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the folder of a run must be one that can be made, got {out}: {error.strerror}"
+            ) from error
+        yield
+    except MetaAttentionError:
+        for path in made:
+            # one that holds anything stays
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def check_free(out: Path, *files: str) -> None:

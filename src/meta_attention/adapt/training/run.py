@@ -42,9 +42,9 @@ from meta_attention.training.run import (
     check_free,
     choose_checkpoint,
     go_on_with,
-    make_folder,
     read_run,
     read_settings,
+    run_folder,
     training_arguments,
     versions,
     write_run,
@@ -102,10 +102,17 @@ def train_router(
         What ``run.json`` then holds; ``metrics`` is what the adapter's card says was measured.
     """
     out = Path(out).resolve()
-    if resume and (record := read_run(out)).get("finished"):
-        say(f"{out} holds a finished run: nothing to do")
-        return record
-    if not resume:
+    if resume:
+        saved = read_run(out)
+        if saved.get("base_weights") != sample_weights(model):
+            raise ConfigError(
+                f"a resumed run must have the base it began with, but {settings.model} has other "
+                "weights; name the same one"
+            )
+        if saved.get("finished"):
+            say(f"{out} holds a finished run: nothing to do")
+            return saved
+    else:
         check_free(out, CARD_FILE)
     _check(model, settings, routes)
     shape = family_of(model.config).shape(model.config)
@@ -141,25 +148,19 @@ def train_router(
     weights = sample_weights(model)
     checkpoint = None
     if resume:
-        saved = read_run(out)
         check_same_text(saved, blocks)
-        if saved.get("base_weights") != weights:
-            raise ConfigError(
-                f"a resumed run must have the base it began with, but {settings.model} has other "
-                "weights; name the same one"
-            )
         checkpoint = choose_checkpoint(out, args, say)
-    make_folder(out)
-    trainer = RouterTrainer(
-        model,
-        args,
-        settings,
-        routes=routes,
-        train_dataset=train,
-        eval_dataset=blocks.valid,
-        recall=recall,
-        callbacks=[MetricsLog(out), *callbacks],
-    )
+    with run_folder(out):
+        trainer = RouterTrainer(
+            model,
+            args,
+            settings,
+            routes=routes,
+            train_dataset=train,
+            eval_dataset=blocks.valid,
+            recall=recall,
+            callbacks=[MetricsLog(out), *callbacks],
+        )
     # only now, when nothing is left to refuse, does the folder become a run
     record = _describe(settings, blocks, model, args, length) | {"base_weights": weights}
     with clear_write_errors("run.json", out):

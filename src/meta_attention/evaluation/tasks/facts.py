@@ -87,7 +87,8 @@ class FactTask:
         if self.length < needed:
             raise ConfigError(
                 f"a sequence of {self.facts} facts and {self.distractors} distractors must have >= "
-                f"{needed} tokens, got {self.length}; raise the length or lower their number"
+                f"{needed} tokens, got {self.length}; raise the length (--lengths), have fewer of "
+                "them, or ask for no facts (--questions 0)"
             )
         if len(self.text) < self.length:
             raise DataError(
