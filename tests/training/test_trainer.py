@@ -14,8 +14,9 @@ from meta_attention.objective import routing_loss
 from meta_attention.training.checkpoints import TrainingError
 from meta_attention.training.corpus import Corpus, embedded_corpus
 from meta_attention.training.logs import MetricsLog, read_metrics
+from meta_attention.training.overrides import build_settings
 from meta_attention.training.packing import pack
-from meta_attention.training.recipes import build_settings, demo
+from meta_attention.training.recipes import demo
 from meta_attention.training.run import training_arguments
 from meta_attention.training.schedule import Schedule
 from meta_attention.training.tokenizer import build_tokenizer
