@@ -34,7 +34,8 @@ from study_recall_report import RESULT
 from meta_attention import MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.tasks import TaskDataset, TaskSpec, evaluate_task
-from meta_attention.training.recipes import Settings, build_settings
+from meta_attention.training.model_settings import Settings
+from meta_attention.training.overrides import build_settings
 from meta_attention.training.run import RUN_FILE, open_run, train_model
 from meta_attention.training.schedule import Schedule
 from meta_attention.training.tasks import build_recall

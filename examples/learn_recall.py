@@ -21,7 +21,7 @@ from rich.console import Console
 
 from meta_attention.report.terminal import print_task
 from meta_attention.training.logs import read_metrics
-from meta_attention.training.recipes import build_settings
+from meta_attention.training.overrides import build_settings
 from meta_attention.training.run import train_model
 from meta_attention.training.schedule import Schedule
 

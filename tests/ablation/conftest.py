@@ -7,7 +7,7 @@ import pytest
 from meta_attention.ablation import probes
 from meta_attention.ablation import run as run_module
 from meta_attention.ablation.variants import paper_base, with_steps
-from meta_attention.training.recipes import Settings
+from meta_attention.training.model_settings import Settings
 
 
 @pytest.fixture(scope="session")

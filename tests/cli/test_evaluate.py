@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meta_attention.errors import ConfigError, DataError
-from meta_attention.training.recipes import build_settings
+from meta_attention.training.overrides import build_settings
 from meta_attention.training.run import train_model
 
 TEXT = "The keeper counted the ships twice: once for the ledger and once for luck."

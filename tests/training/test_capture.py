@@ -10,7 +10,7 @@ from transformers import TrainerCallback, TrainingArguments
 from meta_attention import MetaAttentionConfig
 from meta_attention.errors import ConfigError
 from meta_attention.training.capture import check_capture
-from meta_attention.training.recipes import build_settings
+from meta_attention.training.overrides import build_settings
 from meta_attention.training.run import train_model
 from meta_attention.training.schedule import Schedule
 

@@ -4,7 +4,9 @@ import json
 import math
 
 import pytest
+import torch
 
+from meta_attention import MetaAttentionConfig
 from meta_attention.errors import ConfigError
 from meta_attention.training.economy import (
     GAIN,
@@ -14,6 +16,7 @@ from meta_attention.training.economy import (
     PATH_GAIN,
     WINDOW,
     Economy,
+    check_target,
 )
 from meta_attention.training.schedule import Schedule
 
@@ -244,3 +247,37 @@ def test_what_cannot_work_is_refused(options, message):
 def test_what_a_target_steers_may_not_go_away_again(end):
     with pytest.raises(ConfigError, match=rf"but kl_weight is 0->1->{end}@0:0\.5:1"):
         Economy(100, Schedule.parse(f"0->1->{end}@0:0.5:1"), target=0.3)
+
+
+def test_a_cost_counts_as_below_its_target_by_the_square_of_the_share():
+    held = Economy(100, NOW, target=0.6).below_target(torch.tensor([1.0, 0.6, 0.3]))
+    torch.testing.assert_close(held, torch.tensor([0.0, 0.0, 0.25]))
+
+
+COSTS = [[1.0, 0.3, 0.15]] * 2
+
+
+def hard_config(**fields):
+    return MetaAttentionConfig(**({"num_hidden_layers": 2, "routing": "hard"} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "costs", "target", "message"),
+    [
+        ({"routing": "soft"}, COSTS, 0.5, "must have routing='hard'"),
+        ({}, [[1.0], [0.15]], 0.5, "must have a layer to route in"),
+        (
+            {"depth_capacity": 0.5},
+            COSTS,
+            0.8,
+            r"between 0\.11\d and 0.750, .* got 0.8; take",
+        ),
+    ],
+)
+def test_targets_that_cannot_be_reached_are_refused(fields, costs, target, message):
+    with pytest.raises(ConfigError, match=message):
+        check_target(target, hard_config(**fields), costs)
+
+
+def test_a_target_may_be_below_the_cheapest_expert_where_tokens_pass_blocks_by():
+    check_target(0.09, hard_config(depth_capacity=0.5, depth_layers=[0, 1]), COSTS)

@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.tasks import RecallTask, TaskDataset, evaluate_task
 from meta_attention.training.logs import describe, read_metrics
-from meta_attention.training.recipes import RECIPES, Settings, build_settings, default_recipe
+from meta_attention.training.model_settings import Settings
+from meta_attention.training.overrides import build_settings
+from meta_attention.training.recipes import RECIPES, default_recipe
 from meta_attention.training.run import train_model
 from meta_attention.training.tasks import held_out_task, read_task_blocks
 

@@ -14,8 +14,9 @@ from meta_attention.objective import routing_loss
 from meta_attention.training.checkpoints import TrainingError
 from meta_attention.training.corpus import Corpus, embedded_corpus
 from meta_attention.training.logs import MetricsLog, read_metrics
+from meta_attention.training.overrides import build_settings
 from meta_attention.training.packing import pack
-from meta_attention.training.recipes import build_settings, demo
+from meta_attention.training.recipes import demo
 from meta_attention.training.run import training_arguments
 from meta_attention.training.schedule import Schedule
 from meta_attention.training.tokenizer import build_tokenizer
@@ -408,26 +409,10 @@ def test_a_loss_that_settles_begins_the_ramp_and_the_log_says_when(tmp_path):
     assert weights == pytest.approx([0.0, 0.4 * 4 / 20, 0.4 * 14 / 20, 0.4])
 
 
-@pytest.mark.parametrize(
-    ("fields", "target", "message"),
-    [
-        ({"routing": "soft", "training_weights": "mean"}, 0.5, "must have routing='hard'"),
-        ({"layer_experts": [["full"], ["local"]]}, 0.5, "must have a layer to route in"),
-        ({}, 0.05, r"target_cost must be between 0\.1\d+ and 1.000, .* got 0.05"),
-        ({"depth_capacity": 0.5}, 0.8, r"between 0\.1\d+ and 0.750, .* got 0.8; take one in"),
-        ({"kl_weight": 0.0}, 0.5, "to steer, but kl_weight ends at 0"),
-        ({"controller": "prior_free"}, 0.5, "to steer, but cost_weight ends at 0"),
-    ],
-)
-def test_targets_that_cannot_be_reached_are_refused(fields, target, message, tmp_path):
+def test_a_target_that_cannot_be_reached_is_refused(tmp_path):
+    message = r"target_cost must be between 0\.1\d+ and 1.000, .* got 0.05"
     with pytest.raises(ConfigError, match=message):
-        build_trainer(tmp_path, build_model(**(HARD | fields)), target_cost=target)
-
-
-def test_a_target_may_be_below_the_cheapest_expert_where_tokens_pass_blocks_by(tmp_path):
-    cheapest = min(build_model(**HARD).model.layers[0].attention.controller.costs).item()
-    depth = {"depth_capacity": 0.5, "depth_layers": [0, 1]}
-    build_trainer(tmp_path, build_model(**HARD, **depth), target_cost=0.6 * cheapest)
+        build_trainer(tmp_path, build_model(**HARD), target_cost=0.05)
 
 
 def test_a_path_is_of_the_layers_that_its_target_is_of(tmp_path):
@@ -448,9 +433,6 @@ def test_a_cost_below_its_target_is_held_up_from_when_it_is_pressed(tmp_path):
     (local,), (full, cheap) = trainer._tally.costs
     assert full == 1.0
     assert local == pytest.approx(cheap)
-    held = trainer.economy.below_target(torch.tensor([1.0, 0.6, 0.3]))
-    torch.testing.assert_close(held, torch.tensor([0.0, 0.0, 0.25]))
-    assert [trainer._weights_after(step)["hold_weight"] for step in (0, 3, 4)] == [0.0, 0.0, 3.0]
     trainer.train()
     for row in train_rows(tmp_path):
         parts = (row["task_loss"], row["kl_loss"], row["cost_loss"], row["hold_loss"])

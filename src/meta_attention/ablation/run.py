@@ -28,8 +28,8 @@ from meta_attention.errors import ConfigError, DataError
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.training.checkpoints import list_checkpoints
 from meta_attention.training.data import Blocks, read_blocks
+from meta_attention.training.model_settings import Settings
 from meta_attention.training.packing import PackedDataset
-from meta_attention.training.recipes import Settings
 from meta_attention.training.run import RUN_FILE, read_run, train_model
 
 RESULT_FILE = "result.json"

@@ -31,7 +31,7 @@ from meta_attention.errors import ConfigError, MetaAttentionError
 from meta_attention.training.corpus import read_corpus
 from meta_attention.training.data import HOLDOUT
 from meta_attention.training.logs import METRICS_FILE
-from meta_attention.training.recipes import Settings
+from meta_attention.training.model_settings import Settings
 
 PLAN_FILE, RUNS_FOLDER, LOG_FILE = "ablation.json", "runs", "log.txt"
 # bytes at the end of a log that hold its last row

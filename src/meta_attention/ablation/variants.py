@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 from meta_attention.errors import ConfigError
 from meta_attention.training.data import HOLDOUT
-from meta_attention.training.recipes import ADAPTIVE, NO_WEIGHT, Settings, tiny
+from meta_attention.training.model_settings import Settings
+from meta_attention.training.recipes import ADAPTIVE, tiny
 from meta_attention.training.schedule import Schedule
+from meta_attention.training.settings import NO_WEIGHT
 
 Layout = Literal["own", "shared"]
 Probe = Literal["gradients"]

@@ -115,7 +115,7 @@ def ablate(
 
     from meta_attention.ablation.sweep import make_plan
     from meta_attention.ablation.variants import paper_base, short_base, with_steps
-    from meta_attention.training.recipes import parse_names
+    from meta_attention.training.model_settings import parse_names
 
     if show_list:
         _print_list(as_json)

@@ -233,7 +233,7 @@ def _resolve(precision: Precision) -> str:
 
 def _parse(given: dict[str, Any]) -> dict[str, Any]:
     """Flags as the settings of the same name."""
-    from meta_attention.training.recipes import parse_names
+    from meta_attention.training.model_settings import parse_names
     from meta_attention.training.schedule import Schedule
 
     readers: dict[str, Callable[[Any], Any]] = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from meta_attention.training.recipes import Settings
+    from meta_attention.training.model_settings import Settings
 
 # options of the command, not of the run
 NOT_SETTINGS = ("recipe", "out", "resume", "capture", "tensorboard", "as_json")
@@ -360,7 +360,7 @@ def train(
 
 def _parse(given: dict[str, Any]) -> dict[str, Any]:
     """Flags as the settings of the same name."""
-    from meta_attention.training.recipes import (
+    from meta_attention.training.model_settings import (
         parse_costs,
         parse_depth_layers,
         parse_layer_experts,

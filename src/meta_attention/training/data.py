@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from meta_attention.errors import DataError
 from meta_attention.evaluation.tasks import TaskDataset
 from meta_attention.training.corpus import Corpus, cut_corpus, read_corpus, split_corpus
+from meta_attention.training.model_settings import Settings
 from meta_attention.training.packing import PackedDataset, pack
-from meta_attention.training.recipes import Settings
 from meta_attention.training.tokenizer import build_tokenizer
 
 # of the text is held out where there is no other to evaluate on, but not more bytes than these

@@ -9,7 +9,7 @@ between two steps is saved with a checkpoint, so that a resumed run goes on as i
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,3 +220,44 @@ def check_holding(hold: float, argmax_from: float) -> None:
         raise ConfigError(f"hold must be >= 0, got {hold}")
     if not 0.0 <= argmax_from <= 1.0:
         raise ConfigError(f"argmax_from must be a share of training, got {argmax_from}")
+
+
+def check_target(
+    target: float, config: Any, expert_costs: Sequence[Sequence[float]], path: float | None = None
+) -> None:
+    """Raise unless the routes of a model can cost so much.
+
+    Args:
+        target: Share of full attention's cost in the routed layers.
+        config: Says how the model is routed.
+        expert_costs: Cost of each expert, by layer.
+        path: As of :class:`Economy`.
+    """
+    if config.routing != "hard":
+        raise ConfigError(
+            "target_cost must have routing='hard': other routes execute more than one expert, "
+            "so there is nothing to save"
+        )
+    # who passes a block by costs nothing there
+    capacity = 1.0 if config.depth_capacity is None else config.depth_capacity
+    costs = [
+        [capacity * cost if config.may_skip(index) else cost for cost in layer]
+        for index, layer in enumerate(expert_costs)
+        if len(layer) > 1
+    ]
+    if not costs:
+        raise ConfigError("target_cost must have a layer to route in, but all are static")
+    if path is not None and len(costs) < len(expert_costs):
+        raise ConfigError(
+            "cost_path must have no static layers: what is believed is known of all layers "
+            "together, and the target is of the routed ones; leave it out"
+        )
+    lowest = sum(map(min, costs)) / len(costs)
+    highest = sum(map(max, costs)) / len(costs)
+    if not lowest < target < highest:
+        entered = " for the share of tokens that enter" if capacity < 1.0 else ""
+        raise ConfigError(
+            f"target_cost must be between {lowest:.3f} and {highest:.3f}, the costs of the "
+            f"cheapest and the dearest experts of the routed layers{entered}, got {target}; "
+            "take one in between, other experts, or none (--target-cost 0)"
+        )

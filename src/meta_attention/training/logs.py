@@ -43,7 +43,7 @@ class Flow(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.trainer.logged_step = state.global_step
+        self.trainer.window.steps_before = state.global_step
         self.trainer.restore()
         self.trainer.find_best()
 

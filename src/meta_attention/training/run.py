@@ -37,7 +37,9 @@ from meta_attention.training.checkpoints import (
 from meta_attention.training.data import Blocks, check_same_text, read_blocks
 from meta_attention.training.empirical_prior import EmpiricalPrior, text_to_look_at
 from meta_attention.training.logs import METRICS_FILE, MetricsLog
-from meta_attention.training.recipes import Settings, build_settings, default_recipe
+from meta_attention.training.model_settings import Settings
+from meta_attention.training.overrides import build_settings
+from meta_attention.training.recipes import default_recipe
 from meta_attention.training.sampler import BlockSampler
 from meta_attention.training.settings import RunSettings
 from meta_attention.training.tasks import read_task_blocks

@@ -13,7 +13,7 @@ from meta_attention.evaluation.tasks.retrieval import ALPHABET
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.training.corpus import Corpus, read_corpus
 from meta_attention.training.data import Blocks, hold_out, read_texts, tokenizer_spec
-from meta_attention.training.recipes import Settings
+from meta_attention.training.model_settings import Settings
 from meta_attention.training.tokenizer import (
     Ids,
     build_tokenizer,

@@ -10,13 +10,11 @@ Shapes: B batch, T sequence, F figures of a row.
 
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import (
@@ -31,12 +29,14 @@ from transformers import (
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.routing import RoutingSummary, RoutingTally
 from meta_attention.evaluation.tasks import TaskDataset, TaskTally
-from meta_attention.objective import routing_loss
 from meta_attention.training.capture import CapturedSteps, StepResult, check_capture
 from meta_attention.training.checkpoints import TrainingError
-from meta_attention.training.economy import TOLERANCE, WINDOW, Economy, check_holding
+from meta_attention.training.economy import TOLERANCE, check_holding, check_target
+from meta_attention.training.evaluation_rows import EvaluationRows
 from meta_attention.training.lasting import LastingTrainer
+from meta_attention.training.log_window import LogWindow
 from meta_attention.training.logs import Flow, flatten_routing
+from meta_attention.training.objective import RoutingObjective
 from meta_attention.training.packing import IGNORED, PackedDataset
 from meta_attention.training.sampler import BlockSampler
 from meta_attention.training.schedule import Schedule
@@ -96,31 +96,22 @@ class MetaAttentionTrainer(LastingTrainer):
     ) -> None:
         check_holding(hold, argmax_from)
         config = self.config_of(model)
-        self.kl_weight = kl_weight or Schedule.constant(config.kl_weight)
-        self.uncertainty_threshold = uncertainty_threshold
-        if not isinstance(cost_weight, Schedule):
-            value = config.cost_weight if cost_weight is None else cost_weight
-            cost_weight = Schedule.constant(value)
-        self.cost_weight = cost_weight
-        # a KL beside a cost keeps its weight: it says how certain routes may be, not how cheap
-        self._steers_cost_weight = (
-            max(cost_weight.values) > 0.0 or config.controller == "prior_free"
-        )
-        self._is_hard = config.routing == "hard"
-        self._depth_weight = config.depth_weight
-        self._hold, self._argmax_from = hold, argmax_from
-        self._draws = config.training_weights
-        schedules = (self.kl_weight, self.cost_weight, self.uncertainty_threshold)
-        self.economy = Economy(
-            num_steps=max(1, args.max_steps),
-            pressure=self.cost_weight if self._steers_cost_weight else self.kl_weight,
-            target=target_cost,
-            waiting=tuple(s for s in schedules if s is not None and s.when_settled),
-            path=cost_path,
-            pressed_by="cost_weight" if self._steers_cost_weight else "kl_weight",
+        self.routing_objective = RoutingObjective(
+            config,
+            max(1, args.max_steps),
+            kl_weight=kl_weight,
+            cost_weight=cost_weight,
+            uncertainty_threshold=uncertainty_threshold,
+            hold=hold,
+            target_cost=target_cost,
+            cost_path=cost_path,
             settle_drop=settle_drop,
             settle_steps=settle_steps,
         )
+        self.economy = self.routing_objective.economy
+        self.uncertainty_threshold = uncertainty_threshold
+        self._argmax_from, self._draws = argmax_from, config.training_weights
+        self._is_hard = config.routing == "hard"
         # a hard route is logged as it was taken, a soft one as it was believed
         self._is_sampled = config.training_weights == "sample" and config.routing == "soft"
         # several GPUs in one process would be DataParallel, which is slower and splits the loss
@@ -146,22 +137,16 @@ class MetaAttentionTrainer(LastingTrainer):
         self.add_callback(Flow(self))
         self.sampler: BlockSampler | None = None
         self._tally = RoutingTally.of(model)
-        self._need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
+        need = TaskTally.of(model) if isinstance(eval_dataset, TaskDataset) else None
+        self._rows = EvaluationRows(self._tally, need)
         if target_cost is not None:
-            self._check_target(target_cost, config)
-        # sums of figures since the log was last written, and their names
-        self._parts: Tensor | None = None
-        self._names: tuple[str, ...] = ()
+            check_target(target_cost, config, self._tally.costs, cost_path)
+        self.window = LogWindow(self._tally)
         self.captured: CapturedSteps | None = None
         if capture:
             check_capture(args, config, getattr(train_dataset, "isolate_documents", False))
             self.captured = CapturedSteps(model.parameters())
-        # task loss, routed and projected cost since the economy last looked
-        self._watched = torch.zeros(3)
-        self._weights = self._weights_after(0)
-        self._num_tokens = 0
-        self.logged_step = 0
-        self._clock: float | None = None
+        self._weights = self.routing_objective.weights_after(0)
 
     # --- the model ---
 
@@ -185,62 +170,13 @@ class MetaAttentionTrainer(LastingTrainer):
 
     # --- objective ---
 
-    def _weights_after(self, steps: int) -> dict[str, float]:
-        """Of what is added to the loss, during the step that follows ``steps`` others."""
-        economy = self.economy
-        is_held = economy.target is not None and economy.has_begun(steps)
-        kl_factor, cost_factor = economy.multiplier, 1.0
-        if self._steers_cost_weight:
-            kl_factor, cost_factor = cost_factor, kl_factor
-        return {
-            "kl_weight": kl_factor * economy.value(self.kl_weight, steps),
-            "cost_weight": cost_factor * economy.value(self.cost_weight, steps),
-            "hold_weight": self._hold if is_held else 0.0,
-            "multiplier": economy.multiplier,
-        }
-
     @property
     def _step_weights(self) -> list[float]:
         return [self._weights[name] for name in ("kl_weight", "cost_weight", "hold_weight")]
 
-    def _check_target(self, target: float, config: Any) -> None:
-        if not self._is_hard:
-            raise ConfigError(
-                "target_cost must have routing='hard': other routes execute more than one expert, "
-                "so there is nothing to save"
-            )
-        # who passes a block by costs nothing there
-        capacity = 1.0 if config.depth_capacity is None else config.depth_capacity
-        costs = [
-            [capacity * cost if config.may_skip(index) else cost for cost in layer]
-            for index, layer in enumerate(self._tally.costs)
-            if len(layer) > 1
-        ]
-        if not costs:
-            raise ConfigError("target_cost must have a layer to route in, but all are static")
-        if self.economy.path is not None and len(costs) < len(self._tally.costs):
-            raise ConfigError(
-                "cost_path must have no static layers: what is believed is known of all layers "
-                "together, and the target is of the routed ones; leave it out"
-            )
-        lowest = sum(map(min, costs)) / len(costs)
-        highest = sum(map(max, costs)) / len(costs)
-        if not lowest < target < highest:
-            entered = " for the share of tokens that enter" if capacity < 1.0 else ""
-            raise ConfigError(
-                f"target_cost must be between {lowest:.3f} and {highest:.3f}, the costs of the "
-                f"cheapest and the dearest experts of the routed layers{entered}, got {target}; "
-                "take one in between, other experts, or none (--target-cost 0)"
-            )
-
     def observe_step(self) -> None:
         """At the end of every window of steps, let the economy look at it."""
-        step = self.state.global_step
-        if self.economy.is_watched and step % WINDOW == 0:
-            reduce: Any = self.accelerator.reduce
-            loss, cost, believed = (reduce(self._watched, "mean") / WINDOW).tolist()
-            self.economy.observe(step, loss, cost, believed)
-            self._watched = torch.zeros(3)
+        self.routing_objective.observe_step(self.state.global_step, self.accelerator.reduce)
 
     def compute_loss(
         self,
@@ -296,8 +232,7 @@ class MetaAttentionTrainer(LastingTrainer):
 
     def _begin_step(self, model: nn.Module) -> bool:
         """What the host decides before a step; whether it is logged."""
-        if self._clock is None:
-            self._clock = time.perf_counter()
+        self.window.start_clock()
         if self.uncertainty_threshold is not None:
             inner: Any = self.accelerator.unwrap_model(model)
             threshold = self.economy.value(self.uncertainty_threshold, self.state.global_step)
@@ -305,7 +240,7 @@ class MetaAttentionTrainer(LastingTrainer):
         if self._argmax_from < 1.0:
             config = self.config_of(self.accelerator.unwrap_model(model))
             config.training_weights = self._draws if self._is_drawn else "mean"
-        self._weights = self._weights_after(self.state.global_step)
+        self._weights = self.routing_objective.weights_after(self.state.global_step)
         return self.is_logged_step(self.state.global_step + 1)
 
     @property
@@ -325,47 +260,23 @@ class MetaAttentionTrainer(LastingTrainer):
         is_logged: bool,
     ) -> StepResult:
         """A step up to its loss, without waiting for the device."""
-        kl_weight, cost_weight, hold_weight = added
         # known of a task, but nothing to learn from
         inputs = {name: value for name, value in inputs.items() if name != "needs_full"}
-        is_steered = self.economy.target is not None
+        is_steered = self.routing_objective.is_steered
         out = self.run_model(model, inputs, output_routing=is_logged, output_routed_cost=is_steered)
-        task, kl, cost = out.task_loss, out.kl, out.projected_cost
-        routed_cost = out.routed_cost if is_steered else cost.detach()
-        held = torch.zeros_like(cost)
-        if self._hold and is_steered:
-            held = hold_weight * self.economy.below_target(out.routed_projected_cost)
-        parts = 1
+        task_share: Tensor | float = 1.0
+        num_parts = 1
         if num_items is not None:
             # Trainer takes a loss that knows this count as it is; gradients of processes are
             # averaged, so each counts as all of them
             num_predicted = (inputs["labels"][:, 1:] != IGNORED).sum()
-            task = task * (num_predicted * self.args.world_size / num_items)
+            task_share = num_predicted * self.args.world_size / num_items
             # blocks have one length, so their parts weigh the same
-            parts = self.current_gradient_accumulation_steps
-            kl, cost, routed_cost, held = (x / parts for x in (kl, cost, routed_cost, held))
-        loss = routing_loss(task, kl, kl_weight=kl_weight, cost=cost, cost_weight=cost_weight)
-        if self._hold:
-            loss = loss + held
-        depth = getattr(out, "depth_loss", None)
-        if depth is not None:
-            depth = depth / parts
-            loss = loss + self._depth_weight * depth
-        figures = {
-            "task_loss": task,
-            "kl": kl,
-            "kl_loss": kl_weight * kl,
-            "projected_cost": cost,
-            "cost_loss": cost_weight * cost,
-            "routed_cost": routed_cost,
-        }
-        if self._hold:
-            figures["hold_loss"] = held
-        if depth is not None:
-            figures["depth_loss"] = depth
-        others = {name: value / parts for name, value in getattr(out, "figures", {}).items()}
-        figures |= others
-        values = torch.stack([value.detach() for value in figures.values()])
+            num_parts = self.current_gradient_accumulation_steps
+        loss, figures = self.routing_objective.loss_of(
+            out, added, task_share=task_share, num_parts=num_parts
+        )
+        values = torch.stack(list(figures.values()))
         weights = concentrations = None
         if is_logged:
             weights = [weights.detach() for weights in self._believed_weights(out)]
@@ -374,16 +285,8 @@ class MetaAttentionTrainer(LastingTrainer):
 
     def _end_step(self, step: StepResult, inputs: Mapping[str, Tensor]) -> None:
         """Take note of a step."""
-        self._names = step.names
-        self._parts = step.figures + (0.0 if self._parts is None else self._parts)
-        if self.economy.is_watched:
-            figures = dict(zip(step.names, step.figures, strict=True))
-            names = ("task_loss", "routed_cost", "projected_cost")
-            watched = torch.stack([figures[name] for name in names])
-            self._watched = self._watched.to(watched) + watched
-        self._num_tokens += inputs["input_ids"].numel()
-        if step.weights is not None:
-            self._tally.add(step.weights, None, step.concentrations)
+        self.window.add(step, inputs["input_ids"].numel())
+        self.routing_objective.watch(step)
 
     def _believed_weights(self, out: Any) -> Sequence[Tensor]:
         """Routing weights without the noise of a training sample."""
@@ -450,46 +353,34 @@ class MetaAttentionTrainer(LastingTrainer):
         return figures
 
     def _close_window(self) -> dict[str, float]:
-        """Means over the steps since the last log, over all processes."""
-        reduce: Any = self.accelerator.reduce
-        num_steps = max(1, self.state.global_step - self.logged_step)
-        assert self._parts is not None  # a window has a step
-        sums = self._parts
-        means = dict(zip(self._names, (reduce(sums, "mean") / num_steps).tolist(), strict=True))
-        self._tally.sums = reduce(self._tally.sums.to(sums.device), "sum")
-        routing = self._tally.summary()
-        seconds = time.perf_counter() - (self._clock or 0.0)
-        routed_cost = means.pop("routed_cost")
+        """What is logged of the steps since the last log."""
+        step, num_processes = self.state.global_step, self.args.world_size
+        means = self.window.close(step, self.accelerator.reduce, num_processes)
+        routed_cost = means.figures.pop("routed_cost")
         figures = {
-            **means,
+            **means.figures,
             "kl_weight": self._weights["kl_weight"],
             "cost_weight": self._weights["cost_weight"],
-            "tokens_per_s": self._num_tokens * self.args.world_size / seconds,
-        } | self.flatten(routing)
+            "tokens_per_s": means.tokens_per_s,
+        } | self.flatten(means.routing)
         if self.economy.target is not None:
             figures["routed_cost"] = routed_cost
             figures["target_cost"] = self.economy.target
             figures["multiplier"] = self._weights["multiplier"]
         if self.economy.settled is not None:
             figures["settled_step"] = self.economy.settled
-        self._parts, self._num_tokens, self._clock = None, 0, None
-        self.logged_step = self.state.global_step
-        self._tally.sums = torch.zeros_like(self._tally.sums)
         return figures
 
     # --- evaluation ---
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As Trainer's; its time does not count as training."""
-        begin = time.perf_counter()
         if self.uncertainty_threshold is not None:
             # models are compared, and one is kept, as they will be used: at the last threshold
             inner: Any = self.accelerator.unwrap_model(self.model)
             inner.set_uncertainty_threshold(self.uncertainty_threshold.end)
-        metrics = super().evaluate(*args, **kwargs)
-        if self._clock is not None:
-            self._clock += time.perf_counter() - begin
-        return metrics
+        with self.window.clock_stopped():
+            return super().evaluate(*args, **kwargs)
 
     def prediction_step(
         self,
@@ -500,52 +391,25 @@ class MetaAttentionTrainer(LastingTrainer):
     ) -> tuple[None, Tensor, Tensor]:
         """Sums of every row ``[B, F]``, which Trainer gathers without counting a row twice."""
         inputs = self._prepare_inputs(inputs)
-        all_labels, needs_full = inputs.pop("labels"), inputs.pop("needs_full", None)
-        labels = all_labels[:, 1:]  # [B, T - 1]
+        labels, needs_full = inputs.pop("labels"), inputs.pop("needs_full", None)
         with torch.no_grad(), self.compute_loss_context_manager():
             out = model(**inputs, use_cache=False, output_routing=True)
-        losses = F.cross_entropy(  # [B, T - 1]
-            out.logits[:, :-1].transpose(1, 2).float(),
-            labels,
-            ignore_index=IGNORED,
-            reduction="none",
-        )
-        routing = self._tally.count(out.routing_weights, None, out.concentrations)
-        nats = losses.sum(dim=1, dtype=routing.dtype)
-        num_predicted = (labels != IGNORED).sum(dim=1)
-        rows = torch.cat([torch.stack([nats, num_predicted.to(nats)], dim=1), routing], dim=1)
-        if self._need is not None:
-            assert needs_full is not None
-            predicted = out.logits.argmax(dim=-1)
-            need = self._need.count(predicted, all_labels, needs_full, out.routing_weights)
-            rows = torch.cat([rows, need.to(rows)], dim=1)
-        # Trainer reduces nothing without labels
-        return None, rows, num_predicted.unsqueeze(1)
+        rows = self._rows.count(out, labels, needs_full)
+        # Trainer reduces nothing without labels; which, does not matter
+        return None, rows, rows[:, :1]
 
     def _reduce_rows(self, prediction: EvalPrediction) -> dict[str, float]:
         """Figures of an evaluation, from the sums of its rows."""
-        total = torch.as_tensor(prediction.predictions).double().sum(dim=0)
-        nats, num_predicted = total[:2].tolist()
-        sizes = [len(self._tally.sums), len(total) - 2 - len(self._tally.sums)]
-        routing_sums, need_sums = total[2:].split(sizes)
-        routing = self._tally.summary_of(routing_sums)
-        task_loss = nats / num_predicted
-        weights = self._weights_after(self.state.global_step)
-        kl_loss = weights["kl_weight"] * (routing.kl or 0.0)
-        metrics = {
-            "loss": task_loss + kl_loss + weights["cost_weight"] * routing.projected_cost,
-            "task_loss": task_loss,
-            # a loss this high is no language model, and JSON has no infinity
-            "perplexity": math.exp(min(task_loss, 700.0)),
-            "kl": routing.kl or 0.0,
-            "projected_cost": routing.projected_cost,
-        }
+        result = self._rows.add_up(prediction.predictions)
+        routing = result.routing
+        weights = self.routing_objective.weights_after(self.state.global_step)
+        metrics = result.figures(weights["kl_weight"], weights["cost_weight"])
         if self._is_hard and routing.routed_cost is not None:
             metrics["routed_cost"] = routing.routed_cost
         if isinstance(self.eval_dataset, PackedDataset):
-            metrics["bits_per_byte"] = self.eval_dataset.bits_per_byte(task_loss)
-        if self._need is not None:
-            metrics |= self._need.result_of(need_sums).flatten()
+            metrics["bits_per_byte"] = self.eval_dataset.bits_per_byte(result.task_loss)
+        if result.task is not None:
+            metrics |= result.task.flatten()
         return metrics | self.flatten(routing)
 
     # --- checkpoints ---
@@ -556,10 +420,9 @@ class MetaAttentionTrainer(LastingTrainer):
         The loss is lowest before a model is pressed to save: only one that was pressed as hard as
         it was asked to be, and that costs what it may, is what the run is for.
         """
-        economy, step = self.economy, self.state.global_step
-        if not all(economy.is_over(s, step) for s in (self.kl_weight, self.cost_weight)):
+        if not self.routing_objective.is_at_full_weight(self.state.global_step):
             return False
-        target = economy.target
+        target = self.economy.target
         return target is None or metrics["eval_routed_cost"] <= TOLERANCE * target
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -568,12 +431,9 @@ class MetaAttentionTrainer(LastingTrainer):
     def restore(self) -> None:
         """Go on with the economy of a checkpoint, where there is one."""
         self.economy.num_steps = max(1, self.state.max_steps)
-        saved = dict(self.state.stateful_callbacks.get(ECONOMY_STATE, {}))  # type: ignore[union-attr]
+        saved = self.state.stateful_callbacks.get(ECONOMY_STATE)  # type: ignore[union-attr]
         if saved:
-            watched = torch.tensor(saved.pop("watched"))
-            # projected cost was not watched in older ones
-            self._watched = F.pad(watched, (0, 3 - len(watched)))
-            self.economy.load(saved)
+            self.routing_objective.load(saved)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -590,9 +450,7 @@ class MetaAttentionTrainer(LastingTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         if self.economy.is_watched:
-            reduce: Any = self.accelerator.reduce
-            self._watched = reduce(self._watched, "mean")
-            state = self.economy.state() | {"watched": self._watched.tolist()}
+            state = self.routing_objective.state(self.accelerator.reduce)
             self.state.stateful_callbacks[ECONOMY_STATE] = state  # type: ignore[index,call-overload]
         super()._save_checkpoint(model, trial)
 
