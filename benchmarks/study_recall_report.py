@@ -25,10 +25,16 @@ ORDER = (
     "local",
     "linear",
     "hybrid",
+    "hybrid-full-first",
     "one-hot",
     "thompson",
     "argmax",
+    "no-start",
+    "empirical",
+    "settled",
+    "steered",
     "prior-free",
+    "prior-free-steered",
     "paper",
 )
 

@@ -61,6 +61,10 @@ def test_trainings_differ_in_what_they_are_named_for():
     assert of["paper"].start_expert is None
 
 
+def test_the_report_knows_every_variant():
+    assert tuple(study_recall.VARIANTS) == study_recall_report.ORDER
+
+
 def test_what_a_user_sets_wins_over_scale_and_variant():
     changes = ["steps=7", "kl_weight=0.5", "routing=hard"]
     settings = study_recall.settings_of("paper", 0, "tiny", changes)
