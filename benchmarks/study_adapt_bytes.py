@@ -19,18 +19,26 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from study_adapt_measure import HALVINGS
 from study_adapt_report import save_figure
-from study_adapt_variants import FADING_KL, WEAK, make_blind
+from study_adapt_variants import FADING_KL, WEAK, Variant, in_force, make_blind
 from study_jobs import Job, run_command, run_side_by_side, say
-from study_static_heads import Point, StaticModel, divergence_at, search
+from study_static_heads import ComparedModel, Point, divergence_at, search
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    set_seed,
+)
 
 from meta_attention.adapt import adapt, load_tokenizer
 from meta_attention.adapt.adapters import CARD_FILE
@@ -40,8 +48,8 @@ from meta_attention.bench.machine import describe_machine
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.statistics import half_interval
 from meta_attention.training.corpus import Corpus, read_corpus
-from meta_attention.training.data import hold_out
-from meta_attention.training.run import RUN_FILE
+from meta_attention.training.data import Blocks, hold_out
+from meta_attention.training.run import RUN_FILE, write_run
 from meta_attention.training.settings import NO_WEIGHT
 from meta_attention.training.tokenizer import build_tokenizer
 
@@ -57,6 +65,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prior-free": {"controller": "prior_free"},
     # one expert for every head, whatever the token
     "blind": {"is_blind": True},
+    # mixed in training, one expert by a threshold on what is believed
+    "soft, cut": {"routing": "soft", "target_cost": None},
     # one route for all heads of a token
     "per token": {"route_granularity": "token"},
     # what holds a cost up to its target, and what takes routes as in use at the end, left out
@@ -66,7 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "target 0.15": {"target_cost": 0.15},
     "target 0.4": {"target_cost": 0.4},
 }
-ROUTING = {
+ROUTING: dict[str, Any] = {
     "length": LENGTH,
     "window_size": 8,
     "experts": ("full", "local:32", "local"),
@@ -137,16 +147,40 @@ def run_one(out: Path, variant: str, seed: int, steps: int) -> dict[str, Any]:
         | {"seed": seed, "steps": steps, "eval_every": steps, "save_every": steps}
         | VARIANTS[variant]
     )
-    is_blind = given.pop("is_blind", False)
+    is_blind, routing = given.pop("is_blind", False), given.pop("routing", "hard")
     is_begun = (folder / RUN_FILE).is_file()
     settings = open_router_run(folder, given, resume=is_begun)
     model = AutoModelForCausalLM.from_pretrained(settings.model)
-    if is_blind:
+    if is_blind or routing != "hard":
         set_seed(seed)
-        adapt(model, settings.adapt_config(LENGTH))
+        adapt(model, replace(settings.adapt_config(LENGTH), routing=routing))
+    if is_blind:
         make_blind(model)
     tokenizer = load_tokenizer(settings.model)
-    return train_router(model, tokenizer, settings, folder, resume=is_begun, say=say)
+    record = train_router(model, tokenizer, settings, folder, resume=is_begun, say=say)
+    if routing == "soft":
+        # of the mixture nothing is kept but what its cut comes to
+        kept = {"layers": None, "adaptivity": None} | dict.fromkeys(FIGURES) | cut(out, model)
+        record["metrics"] = kept
+        write_run(folder, record)
+    return record
+
+
+def cut(out: Path, model: PreTrainedModel) -> dict[str, float]:
+    """A soft router made hard: the threshold is set on training text, to the cost of the others."""
+    blocks = _blocks(out)
+    assert blocks.valid is not None
+    some = ComparedModel(model, _stack(blocks.train, _apart(blocks.train)[:FEW_BLOCKS]))
+    held_out = ComparedModel(model, _stack(blocks.valid, torch.arange(len(blocks.valid))))
+    variant, (low, high) = Variant("cut", "soft cut", cost=ROUTING["target_cost"]), (0.0, 1.0)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        with in_force(model, variant, threshold=middle):
+            share, _divergence = some.measure_routes()
+        low, high = (middle, high) if share > ROUTING["target_cost"] else (low, middle)
+    with in_force(model, variant, threshold=(low + high) / 2):
+        share, divergence = held_out.measure_routes()
+    return {"attention_share": share, "divergence": divergence, "threshold": (low + high) / 2}
 
 
 def _of_base(out: Path) -> dict[str, Any]:
@@ -166,23 +200,31 @@ def find_static(out: Path) -> dict[str, Any]:
     path = out / STATIC
     if path.is_file():
         return json.loads(path.read_text())
-    settings = RouterSettings.of(_of_base(out))
-    blocks = read_blocks(load_tokenizer(settings.model), settings, LENGTH)
+    settings, blocks = RouterSettings.of(_of_base(out)), _blocks(out)
     model = AutoModelForCausalLM.from_pretrained(settings.model)
     adapt(model, settings.adapt_config(LENGTH))
-    # apart from each other, so that no book counts for most of them
-    apart = torch.linspace(0, len(blocks.train) - 1, FEW_BLOCKS + MANY_BLOCKS).long()
-    apart = apart[torch.randperm(len(apart), generator=torch.Generator().manual_seed(0))]
-    few, many = (_stack(blocks.train, at) for at in apart.split([FEW_BLOCKS, MANY_BLOCKS]))
-    found = search(StaticModel(model, few), StaticModel(model, many), keep=KEPT)
+    sizes = [FEW_BLOCKS, MANY_BLOCKS]
+    few, many = (_stack(blocks.train, at) for at in _apart(blocks.train).split(sizes))
+    found = search(ComparedModel(model, few), ComparedModel(model, many), keep=KEPT)
     assert blocks.valid is not None
-    held_out = StaticModel(model, _stack(blocks.valid, torch.arange(len(blocks.valid))))
+    held_out = ComparedModel(model, _stack(blocks.valid, torch.arange(len(blocks.valid))))
     result = {
         "choices": len(held_out.choices()),
         "points": [held_out.measure(point.choice).to_dict() for point in found],
     }
     path.write_text(json.dumps(result, indent=1) + "\n")
     return result
+
+
+def _blocks(out: Path) -> Blocks:
+    settings = RouterSettings.of(_of_base(out))
+    return read_blocks(load_tokenizer(settings.model), settings, LENGTH)
+
+
+def _apart(blocks: Any) -> Tensor:
+    """Blocks to choose by, apart from each other, so that no book counts for most of them."""
+    apart = torch.linspace(0, len(blocks) - 1, FEW_BLOCKS + MANY_BLOCKS).long()
+    return apart[torch.randperm(len(apart), generator=torch.Generator().manual_seed(0))]
 
 
 def _stack(blocks: Any, at: Tensor) -> Tensor:

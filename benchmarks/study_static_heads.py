@@ -38,11 +38,11 @@ class Point:
         return asdict(self)
 
 
-class StaticModel:
-    """An adapted model without its routers, on text that its base has been run on once.
+class ComparedModel:
+    """An adapted model and text that its base has been run on once: what other routes come to.
 
     Args:
-        model: Adapted with routes per key-value head; its routers are not looked at.
+        model: Adapted with routes per key-value head.
         text: Tokens ``[B, T]``.
     """
 
@@ -60,21 +60,23 @@ class StaticModel:
         by_layer = itertools.product(self.routers[0].expert_names, repeat=heads)
         return list(itertools.product(list(by_layer), repeat=len(self.routers)))
 
-    @torch.no_grad()
     def measure(self, choice: Choice) -> Point:
         layers = (router.layer_idx for router in self.routers)
-        with (
-            routed_as(self.model, dict(zip(layers, choice, strict=True))),
-            collect_routing(self.model) as record,
-        ):
+        with routed_as(self.model, dict(zip(layers, choice, strict=True))):
+            return Point(choice, *self.measure_routes())
+
+    @torch.no_grad()
+    def measure_routes(self) -> tuple[float, float]:
+        """Cost and divergence of whatever routes are in force."""
+        with collect_routing(self.model) as record:
             routed = self.predictor.run(self.model, self.text)
         B, T = self.text.shape
         counted = count_adapted(self.model, executed_routes(record), batch=B, length=T)
         compared = compare_predictions(self.predictor, routed, self.base, self.text)
-        return Point(choice, counted.attention_share, compared[..., 0].double().mean().item())
+        return counted.attention_share, compared[..., 0].double().mean().item()
 
 
-def search(few: StaticModel, many: StaticModel, *, keep: float) -> list[Point]:
+def search(few: ComparedModel, many: ComparedModel, *, keep: float) -> list[Point]:
     """The frontier: every choice on a little text, the best of them on more.
 
     Args:

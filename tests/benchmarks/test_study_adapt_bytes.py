@@ -55,14 +55,25 @@ def test_runs_are_compared_with_the_best_static_choices(out, tmp_path, capsys, m
     assert [p["attention_share"] for p in summary["static"]["points"]][-1] == 1.0
 
 
+def test_a_soft_router_is_cut_to_the_cost_of_the_others(out, monkeypatch):
+    monkeypatch.setattr(study, "MAX_BYTES", 100_000)
+    metrics = study.run_one(out, "soft, cut", 0, 2)["metrics"]
+    assert metrics["attention_share"] == pytest.approx(0.25, abs=0.05)
+    assert metrics["divergence"] > 0.0
+    kept = json.loads((study.folder_of(out, "soft, cut", 0) / "run.json").read_text())
+    assert kept["metrics"] == metrics
+
+
 def test_variants_change_what_their_names_say():
     settings = {
         name: RouterSettings.of(
-            study.ROUTING | {key: value for key, value in given.items() if key != "is_blind"}
+            study.ROUTING
+            | {key: value for key, value in given.items() if key not in ("is_blind", "routing")}
         )
         for name, given in study.VARIANTS.items()
     }
     assert [name for name, given in study.VARIANTS.items() if "is_blind" in given] == ["blind"]
+    assert [name for name, given in study.VARIANTS.items() if "routing" in given] == ["soft, cut"]
     for name, given in settings.items():
         assert (given.controller == "prior_free") == (name == "prior-free")
         assert (given.route_granularity == "token") == (name == "per token")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from study_static_heads import Point, StaticModel, divergence_at, frontier, search
+from study_static_heads import ComparedModel, Point, divergence_at, frontier, search
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meta_attention import adapt
@@ -28,7 +28,7 @@ def test_between_points_a_frontier_is_a_line_and_beyond_them_it_ends():
 
 
 @pytest.fixture(scope="module")
-def static() -> StaticModel:
+def static() -> ComparedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32,
@@ -46,7 +46,7 @@ def static() -> StaticModel:
         num_sinks=0,
         route_granularity="kv_head",
     )
-    return StaticModel(model, torch.randint(32, (2, 24)))
+    return ComparedModel(model, torch.randint(32, (2, 24)))
 
 
 def test_every_choice_is_there_once(static):
