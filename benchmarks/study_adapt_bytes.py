@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from study_adapt_measure import HALVINGS
+from study_adapt_measure import set_threshold
 from study_adapt_report import save_figure
-from study_adapt_variants import FADING_KL, WEAK, Variant, in_force, make_blind
+from study_adapt_variants import FADING_KL, WEAK, Scale, Variant, in_force, make_blind
 from study_jobs import Job, run_command, run_side_by_side, say
 from study_static_heads import ComparedModel, Point, divergence_at, search
 from torch import Tensor
@@ -160,8 +160,7 @@ def run_one(out: Path, variant: str, seed: int, steps: int) -> dict[str, Any]:
     record = train_router(model, tokenizer, settings, folder, resume=is_begun, say=say)
     if routing == "soft":
         # of the mixture nothing is kept but what its cut comes to
-        kept = {"layers": None, "adaptivity": None} | dict.fromkeys(FIGURES) | cut(out, model)
-        record["metrics"] = kept
+        record["metrics"] = dict.fromkeys((*FIGURES, "layers")) | cut(out, model)
         write_run(folder, record)
     return record
 
@@ -170,17 +169,13 @@ def cut(out: Path, model: PreTrainedModel) -> dict[str, float]:
     """A soft router made hard: the threshold is set on training text, to the cost of the others."""
     blocks = _blocks(out)
     assert blocks.valid is not None
-    some = ComparedModel(model, _stack(blocks.train, _apart(blocks.train)[:FEW_BLOCKS]))
+    some = _stack(blocks.train, _apart(blocks.train)[:FEW_BLOCKS])
     held_out = ComparedModel(model, _stack(blocks.valid, torch.arange(len(blocks.valid))))
-    variant, (low, high) = Variant("cut", "soft cut", cost=ROUTING["target_cost"]), (0.0, 1.0)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        with in_force(model, variant, threshold=middle):
-            share, _divergence = some.measure_routes()
-        low, high = (middle, high) if share > ROUTING["target_cost"] else (low, middle)
-    with in_force(model, variant, threshold=(low + high) / 2):
+    variant = Variant("cut", "soft cut", cost=ROUTING["target_cost"])
+    threshold = set_threshold(model, variant, some, Scale())
+    with in_force(model, variant, threshold=threshold):
         share, divergence = held_out.measure_routes()
-    return {"attention_share": share, "divergence": divergence, "threshold": (low + high) / 2}
+    return {"attention_share": share, "divergence": divergence, "threshold": threshold}
 
 
 def _of_base(out: Path) -> dict[str, Any]:
