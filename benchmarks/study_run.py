@@ -79,22 +79,26 @@ def run(
     if (folder / CHECKPOINT).exists():
         training.load(folder / CHECKPOINT)
         _say(f"going on after step {training.steps_done}")
-    elif scale.first_steps and variant.has_beginning:
-        first = Training(cache, variant.beginning, scale, seed, device, compile=compile)
-        name = variant.beginning.name
-        beginning = run_folder(runs / BEGINNINGS, scale_name, name, seed)
-        _train_beginning(first, beginning, settings, stop_at)
-        if first.steps_done < scale.first_steps:
-            _say(f"time is over after step {first.steps_done} of {scale.steps}")
-            return None
-        training.load(beginning / CHECKPOINT)
-        shutil.copy(beginning / METRICS, folder / METRICS)
+    else:
+        if scale.first_steps and variant.has_beginning:
+            first = Training(cache, variant.beginning, scale, seed, device, compile=compile)
+            name = variant.beginning.name
+            beginning = run_folder(runs / BEGINNINGS, scale_name, name, seed)
+            _train_beginning(first, beginning, settings, stop_at)
+            if first.steps_done < scale.first_steps:
+                _say(f"time is over after step {first.steps_done} of {scale.steps}")
+                return None
+            training.load(beginning / CHECKPOINT)
+            shutil.copy(beginning / METRICS, folder / METRICS)
+        training.choose_heads()
     _train(training, folder, scale.steps, stop_at)
     if training.steps_done < scale.steps:
         _say(f"time is over after step {training.steps_done} of {scale.steps}")
         return None
     result = {name: settings[name] for name in ("variant", "seed", "scale")}
     result |= _training_figures(training, folder)
+    if training.heads is not None:
+        result["experts_of_heads"] = training.heads.get()
     # other lengths and routings would each be compiled for a few batches
     with torch.compiler.set_stance("force_eager"):
         result |= evaluate(training.model, cache, scale)

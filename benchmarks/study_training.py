@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from study_data import Cache
 from study_evaluation import autocast
+from study_fixed_heads import FixedHeads, choose_heads
 from study_variants import Scale, Variant
 from torch import Tensor, nn
 
@@ -23,6 +24,8 @@ from meta_attention.training.economy import WINDOW, Economy
 WARMUP = 0.05  # of the steps
 # before a step is captured: kernels are compiled, the optimiser's state exists
 PLAIN_STEPS = 3
+# sequences of the training text on which experts of heads are compared
+CHOOSING_SEQUENCES = 32
 WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
 
 
@@ -55,6 +58,7 @@ class Training:
         self.model.to(torch.device(device))
         if variant.is_blind:
             self._blind_controllers()
+        self.heads = FixedHeads(self.model) if variant.is_fixed else None
         if compile:
             for block in self.model.model.layers:
                 block.compile()
@@ -73,7 +77,8 @@ class Training:
             capturable=is_cuda,
         )
         pressure = variant.pressure(scale)
-        self.economy = Economy(scale.steps, pressure, variant.target)
+        target = variant.target if variant.is_routed else None
+        self.economy = Economy(scale.steps, pressure, target)
         # of every corpus the beginning, so that more repetitions see a part of what fewer see
         texts = cache.tokens("train", device).values()
         self.text = torch.cat([text[: len(text) // scale.repeat] for text in texts])
@@ -99,6 +104,14 @@ class Training:
                 nn.init.ones_(first.bias)  # type: ignore[arg-type]
                 first.requires_grad_(False)
 
+    def choose_heads(self) -> None:
+        """Give heads that differ the experts that suit the model as it is, if there are any."""
+        if self.heads is not None:
+            torch.manual_seed(self.seed)
+            assert self.variant.target is not None
+            ids = self.batch(CHOOSING_SEQUENCES)
+            choose_heads(self.heads, self.model, ids, self.variant.target)
+
     def _groups(self) -> list[tuple[str, dict[str, Any]]]:
         """Parameters that learn alike, and the knob of their learning rate."""
         groups: list[tuple[str, dict[str, Any]]] = []
@@ -116,9 +129,9 @@ class Training:
             ]
         return [(knob, group) for knob, group in groups if group["params"]]
 
-    def batch(self) -> Tensor:
+    def batch(self, size: int | None = None) -> Tensor:
         """Sequences from anywhere in the text [B, T], int64."""
-        B, T = self.scale.batch_size, self.scale.length
+        B, T = size or self.scale.batch_size, self.scale.length
         starts = torch.randint(len(self.text) - T + 1, (B, 1)).to(self.device, non_blocking=True)
         return self.text[starts + torch.arange(T, device=self.device)].long()
 
@@ -149,7 +162,7 @@ class Training:
             weights = {"kl_weight": kl_weight, "cost_weight": weights["kl_weight"]}
         for name, weight in weights.items():
             self.knobs[name].fill_(weight)
-        is_held = self.variant.target is not None and self.economy.has_begun(step)
+        is_held = self.economy.target is not None and self.economy.has_begun(step)
         self.knobs["hold"].fill_(scale.hold if is_held else 0.0)
         rates = {"lr": learning_rate(scale, step)}
         rates["router_lr"] = scale.router_lr * rates["lr"]

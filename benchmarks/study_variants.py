@@ -112,6 +112,23 @@ SCALES = {
         longest=64,
         save_every=2,
     ),
+    # 0.5M parameters, minutes on a core of a CPU; the vocabulary should be small, too
+    "mini": Scale(
+        length=512,
+        window_size=4,
+        hidden_size=64,
+        intermediate_size=256,
+        layers=6,
+        heads=4,
+        kv_heads=4,
+        batch_size=8,
+        steps=2000,
+        lr=4e-3,
+        eval_tokens=1 << 17,
+        longest=512,
+        save_every=500,
+        argmax_from=0.8,
+    ),
     # 7.4M parameters; models of this size and training read little beyond 256 tokens, so that a
     # wide window would leave nothing for full attention to do. Gemma 3 has the same share of its
     # longest context: 1024 of 131072
@@ -168,6 +185,8 @@ class Variant:
         is_early: As it is from the first step on, without a beginning on full attention.
         is_blind: Controllers do not see tokens: what they learn is one route for a layer, or for
             each of its heads.
+        is_fixed: Experts of heads are chosen once, where others begin to route, as the best ones
+            that cost no more than the target: a static model whose heads differ.
         is_tilted: A Bayesian controller is pressed by its cost, too, and the KL keeps a small
             weight. For weights of a softmax that is a prior tilted against what is dear, which may
             be as strong as it must without making routes uncertain.
@@ -187,6 +206,7 @@ class Variant:
     widen: int = 1
     is_early: bool = False
     is_blind: bool = False
+    is_fixed: bool = False
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
     prior_strength: float = 1.0
@@ -202,7 +222,8 @@ class Variant:
 
     @property
     def is_routed(self) -> bool:
-        return any(len(EXPERTS[letter]) > 1 for letter in self.pattern)
+        """Whether anything is learnt to choose."""
+        return not self.is_fixed and any(len(EXPERTS[letter]) > 1 for letter in self.pattern)
 
     @property
     def presses_cost(self) -> bool:
@@ -291,13 +312,25 @@ def _in_tokens(name: str, window: int) -> str:
 # in a group of layers the full one has layers after it, which can use what it found
 HYBRID = "LLLFLL"
 # of the routed layers; in all layers, or in the full layers of the hybrid
-TARGETS = {"all": (0.1, 0.2, 0.4), "global": (0.2, 0.4, 0.6), "wide": (0.15, 0.3, 0.45, 0.6)}
+TARGETS = {
+    "all": (0.1, 0.2, 0.4),
+    "global": (0.2, 0.4, 0.6),
+    "wide": (0.15, 0.3, 0.45, 0.6),
+    "half": (0.3, 0.45),
+}
 # without linear attention, which made every trial worse; "wide" has a middle between all and little
 ROUTED_PATTERNS = {
     "all": "S",
     "global": HYBRID.replace("F", "S"),
     "wide": HYBRID.replace("F", "W"),
+    # the full layers of the 1:1 hybrid, which has the lowest loss of the static ones
+    "half": "LW",
 }
+
+
+def _fixed_heads(pattern: str, cost: float) -> Variant:
+    return Variant(pattern, "prior_free", target=cost, granularity="kv_head", is_fixed=True)
+
 
 VARIANTS: dict[str, Variant] = {
     "full": Variant("F"),
@@ -315,12 +348,19 @@ VARIANTS: dict[str, Variant] = {
     "hybrid-1-5-x64-late": Variant(HYBRID.replace("F", "O")),
     "hybrid-1-5-x16": Variant(HYBRID.replace("F", "M"), is_early=True),
     "hybrid-1-5-x32": Variant(HYBRID.replace("F", "N"), is_early=True),
+    "hybrid-1-1-x16-late": Variant("LM"),
+    "hybrid-1-1-x32-late": Variant("LN"),
+    # heads of its full layers differ: the best experts for them that cost no more
+    "hybrid-1-5-heads-0.45": _fixed_heads(HYBRID.replace("F", "W"), 0.45),
+    "hybrid-1-5-heads-0.62": _fixed_heads(HYBRID.replace("F", "W"), 0.62),
+    "hybrid-1-1-heads-0.45": _fixed_heads("LW", 0.45),
     "prior-free-all-0.2": Variant("S", "prior_free", target=0.2),
     "prior-free-global-0.4": Variant(HYBRID.replace("F", "S"), "prior_free", target=0.4),
     "prior-free-wide-0.3": Variant(HYBRID.replace("F", "W"), "prior_free", target=0.3),
     "prior-free-wide-kv_head-0.45": Variant(
         HYBRID.replace("F", "W"), "prior_free", target=0.45, granularity="kv_head"
     ),
+    "prior-free-half-kv_head-0.45": Variant("LW", "prior_free", target=0.45, granularity="kv_head"),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
         ROUTED_PATTERNS[where], target=target, granularity=granularity
