@@ -5,7 +5,10 @@ A cache is a folder: ``manifest.json``, ``tokenizer/``, ``CORPUS.train.bin`` and
 ``CORPUS.test.txt`` of corpora that are evaluated by word, such as WikiText.
 """
 
+import hashlib
+import itertools
 import json
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +28,10 @@ MANIFEST = "manifest.json"
 # a token of English is shorter than this on average, so enough text is read and not much more
 BYTES_PER_TOKEN = 6
 VALID_SHARE = 0.05  # of the training tokens, at most
+# a source of that name is the code of Python's own library, which is on every machine: 30 MB in
+# which names come back from far away, so that small models learn to look for them
+PYTHON_LIBRARY = "python-library"
+SHORT_FILE = 2000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +79,9 @@ def prepare(sources: list[Path], out: Path, *, vocab: int, max_tokens: int) -> d
     """Train a tokenizer and write the token files.
 
     Args:
-        sources: Folders or files. Files of a folder are told apart by ``train``, ``valid`` and
-            ``test`` in their names; a source with none of these is split, and one without training
-            text is evaluated by word.
+        sources: Folders or files, or ``python-library`` for the code of Python's own. Files of a
+            folder are told apart by ``train``, ``valid`` and ``test`` in their names; a source with
+            none of these is split, and one without training text is evaluated by word.
         out: Where the cache goes.
         vocab: Size of the vocabulary.
         max_tokens: Of training, all corpora together, each with an equal part.
@@ -127,7 +134,26 @@ def prepare(sources: list[Path], out: Path, *, vocab: int, max_tokens: int) -> d
     return manifest
 
 
+def python_library(max_bytes: int) -> Corpus:
+    """Files of Python's library, none of them short, in an order that has nothing to do with names.
+
+    Which there are depends on the version of Python, and on whether its tests are installed.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    paths = (p for p in folder.rglob("*.py") if "site-packages" not in p.parts)
+    texts = {path.read_text("utf-8", errors="replace") for path in paths}
+    long = (text for text in texts if len(text) >= SHORT_FILE)
+    documents = sorted(long, key=lambda text: hashlib.sha256(text.encode()).digest())
+    ends = itertools.accumulate(map(utf8_length, documents))
+    return Corpus(
+        PYTHON_LIBRARY,
+        [text for text, end in zip(documents, ends, strict=True) if end <= max_bytes],
+    )
+
+
 def _files_by_split(source: Path) -> dict[str, list[str]]:
+    if str(source) == PYTHON_LIBRARY and not source.exists():
+        return {"train": [PYTHON_LIBRARY]}
     if not source.exists():
         raise DataError(f"a source must be a file or a folder that exists, got {str(source)!r}")
     paths = sorted(source.iterdir()) if source.is_dir() else [source]
@@ -139,12 +165,16 @@ def _files_by_split(source: Path) -> dict[str, list[str]]:
 
 
 def _read(files: dict[str, list[str]], max_tokens: int) -> dict[str, Corpus]:
-    train = read_corpus(files["train"], max_bytes=BYTES_PER_TOKEN * max_tokens)
+    most = BYTES_PER_TOKEN * max_tokens
+    if files["train"] == [PYTHON_LIBRARY]:
+        train = python_library(most)
+    else:
+        train = read_corpus(files["train"], max_bytes=most)
     if not files.get("valid"):
         train, valid = split_corpus(train, holdout=VALID_SHARE)
     else:
-        most = max(1, round(VALID_SHARE * max_tokens)) * BYTES_PER_TOKEN
-        valid = read_corpus(files["valid"], max_bytes=most)
+        valid_bytes = max(1, round(VALID_SHARE * max_tokens)) * BYTES_PER_TOKEN
+        valid = read_corpus(files["valid"], max_bytes=valid_bytes)
     return {"train": train, "valid": valid}
 
 

@@ -10,6 +10,12 @@ when it is started again.
     python benchmarks/study_text.py all --cache runs/cache --out runs/study --seeds 5 \\
         --parallel 6 --time-limit 540
 
+    # on a CPU: models of 0.5M parameters on the code of Python's library, minutes each
+    python benchmarks/study_text.py prepare --data python-library --vocab 1024 \\
+        --max-tokens 12000000 --out runs/cache-python
+    python benchmarks/study_text.py all --cache runs/cache-python --out runs/mini --scale mini \\
+        --parallel 2 --variants hybrid-1-5 hybrid-1-5-heads-0.45 prior-free-wide-kv_head-0.45
+
     # one run, with other sizes; then times measured alone, tables and the plot
     python benchmarks/study_text.py run --cache runs/cache --out runs/study --variant full \\
         --seed 0 --scale small --set steps=400 batch_size=32
@@ -172,7 +178,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("prepare", help="train the tokenizer, write token files")
-    command.add_argument("--data", type=Path, nargs="+", required=True, help="folders or files")
+    command.add_argument(
+        "--data", type=Path, nargs="+", required=True, help="folders or files, or python-library"
+    )
     command.add_argument("--out", type=Path, required=True, help="folder of the cache")
     command.add_argument("--vocab", type=int, default=4096)
     command.add_argument("--max-tokens", type=int, default=24_000_000, help="to train on, in all")

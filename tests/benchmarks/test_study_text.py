@@ -61,6 +61,14 @@ def test_a_cache_has_the_tokens_it_was_asked_for_and_the_words_as_wikitext_count
     assert kept == " \n = A title = \n \n two words \n"
 
 
+def test_the_code_of_python_itself_is_text_to_train_on(tmp_path):
+    prepare([Path("python-library")], tmp_path, vocab=300, max_tokens=20000)
+    cache = Cache.open(tmp_path)
+    train, valid = (cache.tokens(split, "cpu")["python-library"] for split in ("train", "valid"))
+    assert (len(train), len(valid)) == (20000, 1000)
+    assert "import" in cache.tokenizer.decode(train)
+
+
 @pytest.mark.parametrize(
     "variant",
     [
