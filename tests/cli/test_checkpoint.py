@@ -37,6 +37,12 @@ def rename_model(path):
     (path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
 
 
+def widen(path):
+    config = json.loads((path / "config.json").read_text())
+    config["intermediate_size"] *= 2
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def drop_a_weight(path):
     weights = load_file(path / "model.safetensors")
     weights.pop("lm_head.weight")
@@ -53,6 +59,7 @@ def drop_a_weight(path):
         (lambda path: (path / "model.safetensors").write_bytes(b"abc"), "whole checkpoint"),
         (lambda path: (path / "tokenizer.json").unlink(), "whole checkpoint"),
         (drop_a_weight, "such as lm_head.weight"),
+        (widen, "of another shape, such as model.layers.0.mlp"),
     ],
 )
 def test_a_folder_that_is_not_a_checkpoint_is_refused(change, message, checkpoint, tmp_path):

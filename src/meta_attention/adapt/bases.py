@@ -78,10 +78,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def missing_weights(info: Mapping[str, Any]) -> list[str]:
+    """Names of weights that a file does not have, or has in another shape."""
+    # the latter with the two shapes beside the name
+    return sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
+
+
 def _check_whole(name: str, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Raise where weights are missing, in whose place Transformers has put random ones."""
-    # of another shape: with the two shapes beside the name
-    missing = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
+    missing = missing_weights(info)
     if getattr(model.config, "is_decoder", None) is False:
         # an encoder is whole without the head that a class for text puts on it
         own, prefix = model.base_model.state_dict(), f"{model.base_model_prefix}."

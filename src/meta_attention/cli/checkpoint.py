@@ -83,6 +83,7 @@ def load_checkpoint(
     _check_folder(path)
     from transformers import AutoTokenizer
 
+    from meta_attention.adapt.bases import TELL_WHAT_IS_MISSING, missing_weights
     from meta_attention.models import MetaAttentionForCausalLM
 
     device = _device(device)
@@ -90,7 +91,7 @@ def load_checkpoint(
     be_quiet()
     try:
         loaded: Any = MetaAttentionForCausalLM.from_pretrained(
-            path, dtype=str(dtype), local_files_only=True, output_loading_info=True
+            path, dtype=str(dtype), local_files_only=True, **TELL_WHAT_IS_MISSING
         )
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     # every file of the folder has errors of its own
@@ -99,8 +100,7 @@ def load_checkpoint(
             f"{path} must hold a whole checkpoint, model and tokenizer, got: {one_line(error)}"
         ) from error
     model, info = loaded
-    missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
-    if missing:
+    if missing := missing_weights(info):
         raise ConfigError(
             f"{path} must hold every weight its config.json asks for, but {len(missing)} are "
             f"missing or of another shape, such as {missing[0]}; save the model again"
