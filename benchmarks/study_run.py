@@ -26,7 +26,7 @@ from bench_training_step import capture
 from study_data import Cache
 from study_evaluation import evaluate
 from study_training import PLAIN_STEPS, Training
-from study_variants import SCALES, Scale, find_variant
+from study_variants import SCALES, Scale, Variant, find_variant
 from torch import Tensor
 
 from meta_attention import MetaAttentionForCausalLM
@@ -116,6 +116,7 @@ def _check_same(folder: Path, settings: dict[str, Any]) -> None:
         return
     before, now = json.loads(path.read_text()), json.loads(text)
     before["settings"] = asdict(Scale.of_run(before["settings"]))
+    before["routing"] = Variant.of_run(before["routing"]).to_dict()
     for name in ("settings", "routing", "text"):
         if before[name] != now[name]:
             raise ConfigError(

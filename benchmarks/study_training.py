@@ -118,9 +118,7 @@ class Training:
         for knob in ("lr", "router_lr"):
             of_router = knob == "router_lr"
             mine = [
-                p
-                for name, p in self.model.named_parameters()
-                if (".controller." in name) == of_router
+                p for name, p in self.model.named_parameters() if is_of_router(name) == of_router
             ]
             matrices = [p for p in mine if p.dim() > 1]
             groups += [
@@ -267,7 +265,7 @@ class Training:
         """Go on from a checkpoint: of this run, or of what it was before it was routed."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         found = self.model.load_state_dict(state["model"], strict=False)
-        new = [name for name in found.missing_keys if ".controller." not in name]
+        new = [name for name in found.missing_keys if not is_of_router(name)]
         if new or found.unexpected_keys:
             raise ConfigError(
                 f"a checkpoint must be of the same model but for controllers, and {path} is not: "
@@ -278,6 +276,11 @@ class Training:
                 self.optimiser.state[parameter] = state["optimiser"][name]
         self.economy.load(state["economy"])
         self.steps_done, self.seconds = state["steps_done"], state["seconds"]
+
+
+def is_of_router(name: str) -> bool:
+    """Whether a parameter is part of what chooses."""
+    return ".controller." in name or ".recurrence." in name
 
 
 def learning_rate(scale: Scale, step: int) -> float:

@@ -193,6 +193,7 @@ class Variant:
         kl_course: What becomes of that KL: ``"kept"`` to the end; ``"fading"`` straight to 0 until
             routes are no longer drawn; ``"none"`` from the start, a prior that counts for nothing.
         prior_strength: Scale of the prior, which is part of every belief.
+        recurrence: Controllers see when a token was last seen, in runs of up to so many.
         depth_capacity: Share of tokens that enter every other block.
         residual: What blocks read of those before them.
     """
@@ -210,6 +211,7 @@ class Variant:
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
     prior_strength: float = 1.0
+    recurrence: int | None = None
     depth_capacity: float | None = None
     residual: ResidualName = "sum"
 
@@ -290,6 +292,7 @@ class Variant:
             window_size=self.widen * scale.window_size,
             controller=self.controller,
             prior_strength=self.prior_strength,
+            recurrence=self.recurrence,
             start_expert="full" if self.is_routed else None,
             training_weights=self.draw,
             route_gradient=self.gradient,
@@ -301,6 +304,11 @@ class Variant:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def of_run(cls, routing: dict[str, Any]) -> "Variant":
+        """Of a run, which may be from before a field was added: then it was at its default."""
+        return cls(**routing)
 
 
 def _in_tokens(name: str, window: int) -> str:
@@ -388,6 +396,8 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     "fading": lambda v: replace(v, is_tilted=True, kl_course="fading"),
     "flat": lambda v: replace(v, is_tilted=True, kl_course="none"),
     "weak": lambda v: replace(v, prior_strength=0.1),
+    # controllers know whether there is something to find
+    "recurrence": lambda v: replace(v, recurrence=3),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),

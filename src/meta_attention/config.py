@@ -26,6 +26,8 @@ _SIGNALS_OF_WEIGHTS = ("mean_entropy", "margin")
 # these change their frequencies with the sequence length, so a prefix would not be stable
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
+_MAX_RECURRENCE = 8
+
 # what Transformers itself accepts beside the fields of a config
 _TRANSFORMERS_ARGUMENTS = {
     "attn_implementation",
@@ -82,6 +84,9 @@ class MetaAttentionConfig(PreTrainedConfig):
         depth_weight: Weight in the loss of what teaches the predictor or draws the share.
         controller: ``"bayesian"`` or ``"prior_free"``.
         controller_hidden_size: Width of the controller's hidden layer.
+        recurrence: Controllers also see when a token was last seen, alone and with the tokens
+            before it: in runs of up to this many, 1 to 8. From a hidden state they cannot tell
+            whether there is anything to find far back. None: without. Needs ``input_ids``.
         start_expert: Expert that a new model believes in for every token, in the layers that have
             it; None: whatever prior and random weights make of it. ``"full"`` lets a model learn
             what attention can do before it learns to do without. Initialisation only: nothing
@@ -163,6 +168,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     causal: bool = True
     controller: ControllerName = "bayesian"
     controller_hidden_size: int = 64
+    recurrence: int | None = None
     start_expert: str | None = None
     prior_strength: float | Sequence[float] = 1.0
     prior_floor: float = 0.01
@@ -251,10 +257,16 @@ class MetaAttentionConfig(PreTrainedConfig):
             "head_dim",
             "cost_length",
             "short_conv",
+            "recurrence",
         ):
             if getattr(self, name) is not None:
                 _require_count(name, getattr(self, name))
         _require_count("num_sinks", self.num_sinks, least=0)
+        if (self.recurrence or 0) > _MAX_RECURRENCE:
+            raise ConfigError(
+                f"recurrence must be at most {_MAX_RECURRENCE}, got {self.recurrence}: it is the "
+                "number of tokens of the longest run that is looked for"
+            )
         heads = self.num_attention_heads
         if self.head_dim is None and self.hidden_size % heads:
             raise ConfigError(

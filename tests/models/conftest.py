@@ -29,7 +29,7 @@ def make_model():
         model = MetaAttentionForCausalLM(MetaAttentionConfig(**(defaults | kwargs))).eval()
         for name, weight in model.named_parameters():
             # new, these are the same in all channels, or nothing, or forget next to nothing
-            parts = ("short_conv", "k_proj.bias", "rates", "residuals")
+            parts = ("short_conv", "k_proj.bias", "rates", "residuals", "recurrence")
             if any(part in name for part in parts):
                 torch.nn.init.normal_(weight, mean=-2.0 if name.endswith("step_bias") else 0.0)
         return model

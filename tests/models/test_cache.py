@@ -117,6 +117,13 @@ EXPERT_SETS = {
         "layer_experts": [["local"], ["full", "linear", "local"], ["gated_full", "local:2"]],
         "expert_costs": "flops",
     },
+    "recurrence, hard, by head": {
+        "recurrence": 3,
+        "routing": "hard",
+        "route_granularity": "kv_head",
+        "expert_costs": (0.5, 0.5, 0.5),
+    },
+    "recurrence, depth": {"recurrence": 2, "depth_capacity": 0.5, "depth_layers": (0, 1, 2)},
     "depth, own projections": {
         "depth_capacity": 0.5,
         "depth_layers": (1, 2),

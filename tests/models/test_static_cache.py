@@ -41,6 +41,7 @@ MODELS = {
         "experts": ("ssm", "linear", "gated_full"),
         **EVEN,
     },
+    "recurrence": {"routing": "hard", "recurrence": 3, **EVEN},
     "depth": {"routing": "hard", "depth_capacity": 0.5, "depth_layers": (0, 2), **EVEN},
     "depth, convolved states": {
         "experts": ("ssm", "local"),
@@ -95,7 +96,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", ["soft", "hard", "gated"])
+@pytest.mark.parametrize("kind", ["soft", "hard", "gated", "recurrence"])
 def test_static_generation_is_that_of_a_growing_cache(make_model, tokens, kind, how):
     model, ids = make_model(**MODELS[kind]), tokens(B=3)
     mask = left_padded(ids)

@@ -14,7 +14,7 @@ from meta_attention.adapt.families import Family
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import CacheError, ConfigError
 from meta_attention.layers import LayerOutput
-from meta_attention.layers.cache import DecodeStep, Padding
+from meta_attention.layers.decode_step import DecodeStep, Padding
 from meta_attention.layers.projections import positions_of
 from meta_attention.objective import mean_over_tokens
 

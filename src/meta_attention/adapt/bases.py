@@ -37,7 +37,10 @@ PACKAGED = {
 }
 
 # in place of a table in the log, and of an error that points to it
-TELL_WHAT_IS_MISSING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+TELL_WHAT_IS_MISSING: dict[str, Any] = {
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+}
 
 
 def is_installed(name: str) -> bool:

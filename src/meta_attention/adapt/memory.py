@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 
 from meta_attention.errors import CacheError
-from meta_attention.layers.cache import DecodeStep, open_state
+from meta_attention.layers.cache import open_state
+from meta_attention.layers.decode_step import DecodeStep
 
 
 class WithStates(CacheLayerMixin):

@@ -282,6 +282,14 @@ def train(
         int | None,
         _flag("taps of a causal convolution over queries, keys and values, such as 3", min=1),
     ] = None,
+    recurrence: Annotated[
+        int | None,
+        _flag(
+            "controllers also see when the last tokens, up to so many together, were seen before; "
+            "such as 3",
+            min=1,
+        ),
+    ] = None,
     depth_capacity: Annotated[
         float | None,
         _flag("Mixture of Depths: share of the tokens that enter a block, in (0, 1]; others skip"),

@@ -8,14 +8,17 @@ from meta_attention.controller.controllers import (
 )
 from meta_attention.controller.posterior import PointPosterior, Posterior, RoutingPosterior
 from meta_attention.controller.prior import compute_aware_prior
+from meta_attention.controller.recurrence import RecurrenceEmbedding, last_seen
 
 __all__ = [
     "BayesianMetaController",
     "PointPosterior",
     "Posterior",
     "PriorFreeController",
+    "RecurrenceEmbedding",
     "RoutingPosterior",
     "StaticController",
     "build_controller",
     "compute_aware_prior",
+    "last_seen",
 ]

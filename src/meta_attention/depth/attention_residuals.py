@@ -36,7 +36,7 @@ from meta_attention.depth.packing import Entered
 from meta_attention.errors import ConfigError
 from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
 from meta_attention.layers.attention import Rotation
-from meta_attention.layers.cache import DecodeStep
+from meta_attention.layers.decode_step import DecodeStep
 from meta_attention.ops.depth_attention import DepthRow, open_sources
 from meta_attention.precision import KeepFloat32
 
@@ -59,13 +59,21 @@ class HalvedBlock(MetaTransformerBlock):
         past_key_values: MetaAttentionCache | None = None,
         rotation: Rotation | None = None,
         step: DecodeStep | None = None,
+        recurrence: Tensor | None = None,
         half: Half = "attention",
     ) -> LayerOutput | Tensor:
         """The output of one half ``[B, T, D]``, that of attention with its routing."""
         if half == "feed_forward":
             return self.feed_forward(x)
         return self.attend(
-            x, attention_mask, position_ids, document_ids, past_key_values, rotation, step
+            x,
+            attention_mask,
+            position_ids,
+            document_ids,
+            past_key_values,
+            rotation,
+            step,
+            recurrence,
         )
 
 
@@ -85,6 +93,7 @@ class HalvedMixtureOfDepthsBlock(MixtureOfDepthsBlock):
         past_key_values: MetaAttentionCache | None = None,
         rotation: Rotation | None = None,
         step: DecodeStep | None = None,
+        recurrence: Tensor | None = None,
         half: Half = "attention",
         entered: Entered | None = None,
     ) -> DepthOutput | Tensor:
@@ -99,7 +108,7 @@ class HalvedMixtureOfDepthsBlock(MixtureOfDepthsBlock):
             return entered.spread(None if rows is None else self.feed_forward(rows), x)
         entered = self.choose(x, attention_mask, document_ids, past_key_values, step)
         arguments = (attention_mask, position_ids, document_ids, past_key_values, rotation, step)
-        attended = self.attend_entered(entered.take(x), entered, *arguments)
+        attended = self.attend_entered(entered.take(x), entered, *arguments, recurrence)
         output = entered.spread(None if attended is None else attended.output, x)
         return self.describe(output, attended, entered)
 

@@ -29,7 +29,7 @@ from meta_attention.depth.packing import Entered, Entry, Packing
 from meta_attention.errors import ConfigError
 from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
 from meta_attention.layers.attention import Rotation
-from meta_attention.layers.cache import DecodeStep
+from meta_attention.layers.decode_step import DecodeStep
 from meta_attention.layers.entered import EnteredMemory, EnteredRows
 from meta_attention.layers.projections import number_documents, positions_of
 from meta_attention.objective import mean_over_tokens
@@ -175,12 +175,13 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
         past_key_values: MetaAttentionCache | None = None,
         rotation: Rotation | None = None,
         step: DecodeStep | None = None,
+        recurrence: Tensor | None = None,
     ) -> DepthOutput:
         """As a block; of tokens that pass by, routing weights, KL and costs are zero."""
         entered = self.choose(x, attention_mask, document_ids, past_key_values, step)
         arguments = (attention_mask, position_ids, document_ids, past_key_values, rotation, step)
         rows, output = entered.take(x), x
-        attended = self.attend_entered(rows, entered, *arguments)
+        attended = self.attend_entered(rows, entered, *arguments, recurrence)
         if rows is not None and attended is not None:
             update = attended.output + self.feed_forward(rows + attended.output)
             output = entered.put(rows + entered.gated(update).to(rows.dtype), x)
@@ -216,6 +217,7 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
         past_key_values: MetaAttentionCache | None,
         rotation: Rotation | None,
         step: DecodeStep | None,
+        recurrence: Tensor | None,
     ) -> LayerOutput | None:
         """The attention half of ``rows`` [B, N, D] that entered, without its residual.
 
@@ -253,6 +255,7 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
             cache,
             None if rotation is None else (packing.take(rotation[0]), packing.take(rotation[1])),
             step,
+            None if recurrence is None else packing.take(recurrence),
         )
         if memory is not None:
             memory.count(enters.sum(dim=1), T)

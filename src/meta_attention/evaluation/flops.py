@@ -404,7 +404,8 @@ def controller_flops(config: MetaAttentionConfig, layer_idx: int) -> float:
         return 0.0
     inputs = config.hidden_size + NUM_EXTRA_FEATURES
     groups = config.num_key_value_heads if config.route_granularity == "kv_head" else 1
-    return 2.0 * config.controller_hidden_size * (inputs + groups * num_experts)
+    seen = (config.recurrence or 0) * config.hidden_size  # added to what is seen
+    return seen + 2.0 * config.controller_hidden_size * (inputs + groups * num_experts)
 
 
 def depth_router_flops(config: MetaAttentionConfig) -> float:

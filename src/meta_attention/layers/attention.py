@@ -7,18 +7,15 @@ has a route of its own.
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from meta_attention.config import MetaAttentionConfig
-from meta_attention.controller import Posterior, build_controller
+from meta_attention.controller import Posterior, RecurrenceEmbedding, build_controller
 from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.experts import build_experts, expert_costs
-from meta_attention.layers.cache import (
-    DecodeStep,
-    MetaAttentionCache,
-    RoutedCacheLayer,
-    conv_state_name,
-)
+from meta_attention.layers.cache import MetaAttentionCache, RoutedCacheLayer, conv_state_name
+from meta_attention.layers.decode_step import DecodeStep
 from meta_attention.layers.execution import ExpertExecution, HeadsByKind, HeadsKind
 from meta_attention.layers.projections import (
     MetaAttentionRotaryEmbedding,
@@ -113,6 +110,8 @@ class BayesianMetaAttentionLayer(nn.Module):
             None if start not in experts else self.expert_names.index(start),
             layer_idx=layer_idx,
         )
+        has_choice = len(experts) > 1 and config.recurrence is not None
+        self.recurrence = RecurrenceEmbedding(config) if has_choice else None
         self.experts = nn.ModuleList(experts.values())
         self.execution = ExpertExecution(config, self.expert_names, self.experts)
         # one set for all experts, or one each
@@ -129,6 +128,7 @@ class BayesianMetaAttentionLayer(nn.Module):
         past_key_values: MetaAttentionCache | None = None,
         rotation: Rotation | None = None,
         step: DecodeStep | None = None,
+        recurrence: Tensor | None = None,
     ) -> LayerOutput:
         """Route and attend.
 
@@ -146,6 +146,8 @@ class BayesianMetaAttentionLayer(nn.Module):
                 among its layers.
             step: Where the one new token of each row stands, in place of a mask, where a model
                 knows; see :meth:`MetaAttentionCache.prepare`.
+            recurrence: When each token was last seen ``[B, T, N]``, where the controller asks for
+                it (``config.recurrence``); see :func:`last_seen`.
         """
         memory = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         if step is not None and position_ids is None:
@@ -162,7 +164,7 @@ class BayesianMetaAttentionLayer(nn.Module):
             x = x.masked_fill(is_padding.unsqueeze(-1), 0.0)
 
         # tokens -> posterior -> routes
-        posterior = self.controller(x, position_ids)
+        posterior = self.controller(self._seen(x, recurrence), position_ids)
         gradient = self.config.route_gradient
         routes = choose_routes(
             posterior,
@@ -205,6 +207,19 @@ class BayesianMetaAttentionLayer(nn.Module):
             is_padding,
             teaches_belief=gradient == "chosen",
         )
+
+    def _seen(self, x: Tensor, recurrence: Tensor | None) -> Tensor:
+        """What the controller sees of tokens [B, T, D]."""
+        if self.recurrence is None:
+            return x
+        if recurrence is None or recurrence.shape != (*x.shape[:2], self.config.recurrence):
+            raise ShapeError(
+                f"recurrence must be [B, T, N] = {[*x.shape[:2], self.config.recurrence]}, when "
+                "each token was last seen, as config.recurrence asks for; got "
+                f"{None if recurrence is None else list(recurrence.shape)}"
+            )
+        hint = self.recurrence(recurrence)
+        return x.to(torch.promote_types(x.dtype, hint.dtype)) + hint
 
     def _project(
         self,

@@ -8,7 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.layers.attention import BayesianMetaAttentionLayer, LayerOutput, Rotation
-from meta_attention.layers.cache import DecodeStep, MetaAttentionCache
+from meta_attention.layers.cache import MetaAttentionCache
+from meta_attention.layers.decode_step import DecodeStep
 
 
 class MetaTransformerBlock(GradientCheckpointingLayer):
@@ -35,10 +36,18 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
         past_key_values: MetaAttentionCache | None = None,
         rotation: Rotation | None = None,
         step: DecodeStep | None = None,
+        recurrence: Tensor | None = None,
     ) -> LayerOutput:
         """As the attention layer, with the block's hidden states ``[B, T, D]`` as ``output``."""
         attended = self.attend(
-            x, attention_mask, position_ids, document_ids, past_key_values, rotation, step
+            x,
+            attention_mask,
+            position_ids,
+            document_ids,
+            past_key_values,
+            rotation,
+            step,
+            recurrence,
         )
         x = x + attended.output
         x = x + self.feed_forward(x)
@@ -53,6 +62,7 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
         past_key_values: MetaAttentionCache | None = None,
         rotation: Rotation | None = None,
         step: DecodeStep | None = None,
+        recurrence: Tensor | None = None,
     ) -> LayerOutput:
         """The attention half, without its residual."""
         attended: LayerOutput = self.attention(
@@ -63,6 +73,7 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
             past_key_values,
             rotation,
             step,
+            recurrence,
         )
         return attended
 

@@ -7,7 +7,6 @@ The cache here grows with the text; ``static_cache.py`` has one of fixed size.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,84 +16,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import CacheError, ShapeError
 from meta_attention.experts import Expert, RecurrentExpert, SoftmaxExpert, build_experts
+from meta_attention.layers.decode_step import DecodeStep, Padding
 from meta_attention.layers.entered import EnteredRows
+from meta_attention.layers.history import TokenHistory
 from meta_attention.ops.heads import check_mask
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeStep:
-    """One new token for every row, where none goes on after padding.
-
-    All of it lies on the device: a captured step reads it anew at every replay.
-    """
-
-    position: Tensor  # [1] where the new keys go
-    length: Tensor  # [1] positions filled, the newest included
-    start: Tensor | None  # [B] first position that is not padding; None: 0
-    is_token: Tensor | None  # [B] false where the newest is padding; None: nowhere
-
-    @property
-    def position_ids(self) -> Tensor:
-        """Positions [B, 1], or [1, 1] for all rows, counted from each row's first token."""
-        if self.start is None:
-            return self.position.unsqueeze(0)
-        return (self.position - self.start).clamp(min=0).unsqueeze(1)
-
-    @property
-    def is_padding(self) -> Tensor | None:
-        """[B, 1], or None if all rows have a token."""
-        return None if self.is_token is None else ~self.is_token.unsqueeze(1)
-
-    def mask(self, length: int) -> Tensor | None:
-        """Mask [B, S] of ``length`` positions, the newest the last; None without padding."""
-        if self.start is None:
-            return None
-        mask = torch.arange(length, device=self.start.device) >= self.start.unsqueeze(1)
-        if self.is_token is not None:
-            mask[:, -1] &= self.is_token
-        return mask
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> "DecodeStep":
-        """The same on another device, where Accelerate has put a layer there."""
-        position, length = (
-            x.to(device, non_blocking=non_blocking) for x in (self.position, self.length)
-        )
-        start, is_token = (
-            None if x is None else x.to(device, non_blocking=non_blocking)
-            for x in (self.start, self.is_token)
-        )
-        return DecodeStep(position, length, start, is_token)
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """Which of the positions so far are padding, and what the host knows of it."""
-
-    is_token: Tensor  # [B, S] boolean; positions after S hold tokens
-    start: Tensor  # [B] first token, S where there is none
-    has_gaps: bool  # some row goes on after padding
-    ends: bool  # some row ends in padding, after tokens
-
-    @staticmethod
-    def of(is_token: Tensor) -> "Padding | None":
-        """Read a mask; None if it has no padding. Waits for the device."""
-        S = is_token.shape[1]
-        start = torch.where(is_token.any(dim=1), is_token.long().argmax(dim=1), S)
-        inside = torch.arange(S, device=is_token.device) >= start.unsqueeze(1)
-        hole = inside & ~is_token
-        gap = hole[:, :-1] & is_token[:, 1:]
-        any_padding, has_gaps, ends = torch.stack(
-            [~is_token.all(), gap.any(), hole[:, -1:].any()]
-        ).tolist()
-        return Padding(is_token, start, has_gaps, ends) if any_padding else None
-
-    def extend_to(self, length: int) -> "Padding":
-        """With tokens in all rows up to ``length`` positions."""
-        B, S = self.is_token.shape
-        if length == S:
-            return self
-        is_token = torch.cat([self.is_token, self.is_token.new_ones(B, length - S)], dim=1)
-        return Padding(is_token, self.start, self.has_gaps or self.ends, ends=False)
 
 
 class LayerMemory(Protocol):
@@ -314,12 +239,16 @@ class MetaAttentionCache(Cache):
         )
         self.max_length = config.max_position_embeddings
         self.padding: Padding | None = None
+        self.history = None if config.recurrence is None else self._make_history(config.recurrence)
 
     def _make_layer(
         self, experts: Mapping[str, Expert], has_conv: bool, may_skip: bool
     ) -> RoutedCacheLayer:
         make = EnteredCacheLayer if may_skip else RoutedCacheLayer
         return make(experts, has_conv)
+
+    def _make_history(self, num_lengths: int) -> TokenHistory:
+        return TokenHistory(num_lengths)
 
     def prepare(
         self, attention_mask: Tensor | None, B: int, T: int, device: torch.device
@@ -415,11 +344,15 @@ class MetaAttentionCache(Cache):
                     "start a new cache"
                 )
         super().crop(tokens_to_remove)
+        if self.history is not None:
+            self.history.crop(tokens_to_remove)
         self._map_padding(lambda is_token: is_token[:, :tokens_to_remove], past)
 
     def reset(self) -> None:
         super().reset()
         self.padding = None
+        if self.history is not None:
+            self.history.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
@@ -434,6 +367,8 @@ class MetaAttentionCache(Cache):
         self._map_rows(lambda x: x[indices.to(x.device)])
 
     def _map_rows(self, select: Callable[[Tensor], Tensor]) -> None:
+        if self.history is not None:
+            self.history.map_rows(select)
         known = self.padding
         if known is None:
             return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from meta_attention.layers.cache import DecodeStep
+    from meta_attention.layers.decode_step import DecodeStep
 
 
 class EnteredRows:

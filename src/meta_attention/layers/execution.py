@@ -23,7 +23,8 @@ from meta_attention.experts import (
     SoftmaxExpert,
     keep_listed,
 )
-from meta_attention.layers.cache import DecodeStep, LayerMemory
+from meta_attention.layers.cache import LayerMemory
+from meta_attention.layers.decode_step import DecodeStep
 from meta_attention.ops.route_merge import route_merge, take_chosen
 from meta_attention.ops.route_plan import RoutePlan, plan_routes
 from meta_attention.ops.routed_attention import routed_attention

@@ -13,14 +13,10 @@ from torch import Tensor
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.errors import CacheError, ConfigError, ShapeError
 from meta_attention.experts import LINEAR_STATES, Expert, RecurrentExpert
-from meta_attention.layers.cache import (
-    DecodeStep,
-    MetaAttentionCache,
-    Padding,
-    RoutedCacheLayer,
-    conv_state_name,
-)
+from meta_attention.layers.cache import MetaAttentionCache, RoutedCacheLayer, conv_state_name
+from meta_attention.layers.decode_step import DecodeStep, Padding
 from meta_attention.layers.entered import EnteredRows
+from meta_attention.layers.history import StaticTokenHistory
 
 FIXED_ROWS = "a static cache keeps its number of rows; use a MetaAttentionCache to change it"
 
@@ -183,6 +179,9 @@ class MetaAttentionStaticCache(MetaAttentionCache):
         make = StaticEnteredCacheLayer if may_skip else StaticRoutedCacheLayer
         return make(experts, has_conv, self.capacity)
 
+    def _make_history(self, num_lengths: int) -> StaticTokenHistory:
+        return StaticTokenHistory(num_lengths, self.capacity)
+
     def advance(self, num_tokens: int) -> None:
         """Count tokens that a captured step writes, which the host does not see."""
         if self.padding is not None and (self.padding.ends or self.padding.has_gaps):
@@ -193,6 +192,8 @@ class MetaAttentionStaticCache(MetaAttentionCache):
         self._check_room(None, self.get_seq_length() + num_tokens)
         for layer in self.layers:
             layer.advance(num_tokens)
+        if isinstance(self.history, StaticTokenHistory):
+            self.history.advance(num_tokens)
 
     def finish(self, T: int) -> None:
         assert self.length is not None

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, StaticCache
 from transformers.utils.generic import ModelOutput
 
 from meta_attention.config import MetaAttentionConfig
-from meta_attention.controller import RoutingPosterior
+from meta_attention.controller import RecurrenceEmbedding, RoutingPosterior, last_seen
 from meta_attention.controller.controllers import Controller
 from meta_attention.depth import (
     AttentionResiduals,
@@ -31,6 +31,7 @@ from meta_attention.layers import (
     MetaAttentionStaticCache,
     MetaTransformerBlock,
 )
+from meta_attention.layers.decode_step import DecodeStep
 from meta_attention.layers.projections import (
     MetaAttentionRotaryEmbedding,
     ShortConvolution,
@@ -88,7 +89,13 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     # evidence below a bfloat16's precision would vanish
-    _keep_in_fp32_modules_strict = ["controller", "rates", "depth_router", "residuals"]
+    _keep_in_fp32_modules_strict = [
+        "controller",
+        "recurrence",
+        "rates",
+        "depth_router",
+        "residuals",
+    ]
 
     def __init__(self, config: MetaAttentionConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -105,7 +112,9 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
         elif isinstance(module, TokenScore):
             super()._init_weights(module)
             module.reset_start()
-        elif isinstance(module, ShortConvolution | StateSpaceRates | AttentionResiduals):
+        elif isinstance(
+            module, ShortConvolution | StateSpaceRates | AttentionResiduals | RecurrenceEmbedding
+        ):
             module.reset_parameters()
         else:
             super()._init_weights(module)
@@ -231,12 +240,16 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         elif position_ids is None:
             position_ids = positions_of(marks, B, T, past, x.device)
         rotation = None if self.rotary is None else self.rotary(x, position_ids)
+        new_mask = None if marks is None else marks[:, -T:] != 0
+        if step is not None and step.is_token is not None:
+            new_mask = step.is_token.unsqueeze(1)
+        recurrence = self._recurrence_of(input_ids, new_mask, document_ids, cache, step)
 
         outputs: list[LayerOutput] = []
         hidden_states = [x]
         stream = None if self.residuals is None else self.residuals.start(x)
         # positional, as checkpointing passes them on
-        arguments = (mask, position_ids, document_ids, cache, rotation, step)
+        arguments = (mask, position_ids, document_ids, cache, rotation, step, recurrence)
         for block in self.layers:
             out = block(x, *arguments) if stream is None else stream.through(block, x, *arguments)
             x = out.output
@@ -249,9 +262,6 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         x = self.norm(x)
         hidden_states[-1] = x
 
-        new_mask = None if marks is None else marks[:, -T:] != 0
-        if step is not None and step.is_token is not None:
-            new_mask = step.is_token.unsqueeze(1)
         routed = [o for o in outputs if o.routes.weights.shape[-1] > 1]
         depth_losses = [
             o.depth_loss for o in outputs if isinstance(o, DepthOutput) and o.depth_loss is not None
@@ -285,6 +295,26 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
             concentrations=tuple(map(_concentration, outputs)) if output_routing else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
+
+    def _recurrence_of(
+        self,
+        input_ids: Tensor | None,
+        is_token: Tensor | None,
+        document_ids: Tensor | None,
+        cache: MetaAttentionCache | None,
+        step: DecodeStep | None,
+    ) -> Tensor | None:
+        """When each new token was last seen [B, T, N], if controllers ask for it."""
+        if self.config.recurrence is None:
+            return None
+        if input_ids is None:
+            raise ShapeError(
+                "a model with recurrence needs input_ids, to find tokens that come again, and got "
+                "inputs_embeds"
+            )
+        if cache is None or cache.history is None:
+            return last_seen(input_ids, self.config.recurrence, is_token, document_ids)
+        return cache.history.add(input_ids, is_token, step)
 
     def _cache_of(self, given: Cache | None, use_cache: bool) -> MetaAttentionCache | None:
         if isinstance(given, MetaAttentionCache):

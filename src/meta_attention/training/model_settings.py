@@ -71,6 +71,8 @@ class Settings(RunSettings):
     initializer_range: float = 0.02
     """Standard deviation of new weights."""
     controller: ControllerName = "bayesian"
+    recurrence: int | None = None
+    """Controllers also see when the last tokens, up to so many together, were seen before."""
     prior_strength: float = 1.0
     """The paper's beta_0."""
     prior_floor: float = 0.01
@@ -169,6 +171,7 @@ class Settings(RunSettings):
             depth_weight=self.depth_weight,
             initializer_range=self.initializer_range,
             controller=self.controller,
+            recurrence=self.recurrence,
             prior_strength=self.prior_strength,
             prior_floor=self.prior_floor,
             start_expert=self.start_expert,
