@@ -12,6 +12,7 @@ import torch
 from study_data import Cache
 from study_evaluation import autocast
 from study_fixed_heads import FixedHeads, choose_heads
+from study_rule import follow_rule
 from study_variants import Scale, Variant
 from torch import Tensor, nn
 
@@ -59,6 +60,8 @@ class Training:
         if variant.is_blind:
             self._blind_controllers()
         self.heads = FixedHeads(self.model) if variant.is_fixed else None
+        if variant.is_rule:
+            follow_rule(self.model)
         if compile:
             for block in self.model.model.layers:
                 block.compile()

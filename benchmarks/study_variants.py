@@ -187,6 +187,8 @@ class Variant:
             each of its heads.
         is_fixed: Experts of heads are chosen once, where others begin to route, as the best ones
             that cost no more than the target: a static model whose heads differ.
+        is_rule: Nothing is learnt to choose: full attention where the last two tokens stood
+            together before, beyond the middle window, and that window elsewhere.
         is_tilted: A Bayesian controller is pressed by its cost, too, and the KL keeps a small
             weight. For weights of a softmax that is a prior tilted against what is dear, which may
             be as strong as it must without making routes uncertain.
@@ -208,6 +210,7 @@ class Variant:
     is_early: bool = False
     is_blind: bool = False
     is_fixed: bool = False
+    is_rule: bool = False
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
     prior_strength: float = 1.0
@@ -234,7 +237,7 @@ class Variant:
 
     def pressure(self, scale: Scale) -> Schedule:
         """Schedule of the weight that makes routes cheap."""
-        if not self.is_routed:
+        if not self.is_routed or self.is_rule:
             return Schedule.constant(0.0)
         weight = scale.cost_weight if self.presses_cost else scale.kl_weight
         begin = scale.first_steps / scale.steps
@@ -362,6 +365,8 @@ VARIANTS: dict[str, Variant] = {
     "hybrid-1-5-heads-0.45": _fixed_heads(HYBRID.replace("F", "W"), 0.45),
     "hybrid-1-5-heads-0.62": _fixed_heads(HYBRID.replace("F", "W"), 0.62),
     "hybrid-1-1-heads-0.45": _fixed_heads("LW", 0.45),
+    # chosen by token, but not by anything learnt
+    "rule-wide": Variant(HYBRID.replace("F", "W"), "prior_free", is_rule=True, recurrence=2),
     "prior-free-all-0.2": Variant("S", "prior_free", target=0.2),
     "prior-free-global-0.4": Variant(HYBRID.replace("F", "S"), "prior_free", target=0.4),
     "prior-free-wide-0.3": Variant(HYBRID.replace("F", "W"), "prior_free", target=0.3),
