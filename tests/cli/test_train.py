@@ -111,6 +111,16 @@ def test_hard_routes_that_run_only_the_chosen_expert_learn(tmp_path):
     assert "whose route_gradient is 'chosen', got 'all'" in str(error)
 
 
+def test_controllers_that_know_what_was_seen_before_are_asked_for_by_a_flag(tmp_path):
+    result = run("--out", tmp_path / "run", *SMALL, "--recurrence", 2)
+    assert result.exit_code == 0, result.output
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert model.config.recurrence == 2
+    weight = model.model.layers[0].attention.recurrence.weight
+    assert weight.shape[0] == 2
+    assert weight.abs().sum() > 0  # it starts as nothing
+
+
 def test_depth_is_asked_for_by_flags(tmp_path):
     out = tmp_path / "depth"
     flags = ("--layers", 3, "--depth-capacity", 0.5, "--depth-layers", "0,2")

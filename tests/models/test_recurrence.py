@@ -43,11 +43,19 @@ def test_routes_follow_what_was_seen_before(make_model):
     assert torch.equal(routes_of(without, ids)[0], blind)
 
 
+MORE = {
+    "plain": {},
+    "residuals": {"residual": "block_attention", "residual_blocks": 2},
+    "depth, residuals": {"residual": "attention", "depth_capacity": 0.5, "depth_layers": (0, 2)},
+}
+
+
+@pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("chunks", [[1] * 40, [23] + [1] * 17, [5, 1, 20, 14]], ids=str)
 @pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize("cache", CACHES)
-def test_decode_equals_prefill_where_runs_come_again(make_model, cache, padding, chunks):
-    model, ids = make_model(**HARD), few_tokens()
+def test_decode_equals_prefill_where_runs_come_again(make_model, cache, padding, chunks, more):
+    model, ids = make_model(**HARD, **MORE[more]), few_tokens()
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     routes, logits = routes_of(model, ids, attention_mask=mask, use_cache=False)
@@ -118,16 +126,9 @@ def test_a_cache_that_was_reset_has_seen_nothing(make_model, cache):
     assert torch.equal(routes_of(model, ids[:, :9], past_key_values=memory)[0], expected)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"residual": "block_attention", "residual_blocks": 2},
-        {"residual": "attention", "depth_capacity": 0.5, "depth_layers": (0, 2)},
-    ],
-    ids=["residuals", "depth, residuals"],
-)
+@pytest.mark.parametrize("more", MORE)
 def test_it_reaches_every_kind_of_block(make_model, more):
-    model, ids = make_model(**HARD, **more).train(), few_tokens()
+    model, ids = make_model(**HARD, **MORE[more]).train(), few_tokens()
     model(ids, labels=ids).loss.backward()
     for block in model.model.layers:
         assert block.attention.recurrence.weight.grad.abs().sum() > 0
