@@ -64,10 +64,12 @@ def test_a_fresh_process_predicts_the_same(tmp_path):
         torch.save(ids, folder / "ids.pt")
         with torch.no_grad():
             expected[name] = predict(model, ids)
+    # as many threads as here: they say in which order sums are taken
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     subprocess.run(
         [sys.executable, "-c", ELSEWHERE, str(tmp_path)],
         check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | threads,
         timeout=120,
     )
     for name, logits in expected.items():
