@@ -37,6 +37,11 @@ def follow_rule(model: nn.Module) -> None:
             raise ConfigError(f"the rule is for full and two windows, got {', '.join(names)}")
         assert layer.recurrence is not None
         window = int(names[1].removeprefix("local:"))
+        if window & (window - 1) or layer.controller.groups:
+            raise ConfigError(
+                f"the rule is for a middle window of a power of two and one route for all heads, "
+                f"got {window} and {layer.config.route_granularity}"
+            )
         is_far = layer.recurrence.bounds >= window  # [K - 1], of the buckets after "never"
         for module in (layer.recurrence, layer.controller):
             module.requires_grad_(False)

@@ -227,7 +227,7 @@ class Variant:
 
     @property
     def is_routed(self) -> bool:
-        """Whether anything is learnt to choose."""
+        """Whether tokens are routed apart, by something learnt or by a rule."""
         return not self.is_fixed and any(len(EXPERTS[letter]) > 1 for letter in self.pattern)
 
     @property

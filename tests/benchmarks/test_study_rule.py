@@ -39,7 +39,11 @@ def test_nothing_of_the_rule_learns_and_nothing_presses():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("prior-free-wide-kv_head-0.45", "recurrence"), ("bayes-global-token-0.4-recurrence", "two")],
+    [
+        ("prior-free-wide-kv_head-0.45", "recurrence"),
+        ("bayes-global-token-0.4-recurrence", "two"),
+        ("prior-free-wide-kv_head-0.45-recurrence", "one route for all heads"),
+    ],
 )
 def test_the_rule_is_refused_where_it_says_nothing(name, message):
     model = MetaAttentionForCausalLM(find_variant(name).model_config(SCALE, 64))

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meta_attention import BayesianMetaAttentionLayer, MetaAttentionCache, MetaAttentionStaticCache
-from meta_attention.errors import ConfigError, ShapeError
+from meta_attention.errors import CacheError, ConfigError, ShapeError
 
 HARD = {
     "recurrence": 3,
@@ -55,7 +55,7 @@ MORE = {
 @pytest.mark.parametrize("padding", [0, 7])
 @pytest.mark.parametrize("cache", CACHES)
 def test_decode_equals_prefill_where_runs_come_again(make_model, cache, padding, chunks, more):
-    model, ids = make_model(**HARD, **MORE[more]), few_tokens()
+    model, ids = make_model(**HARD, **MORE[more]).double(), few_tokens()
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
     routes, logits = routes_of(model, ids, attention_mask=mask, use_cache=False)
@@ -75,7 +75,7 @@ def test_decode_equals_prefill_where_runs_come_again(make_model, cache, padding,
     is_token = mask.bool()
     assert torch.equal(torch.cat([r for r, _ in parts], dim=2)[:, is_token], routes[:, is_token])
     torch.testing.assert_close(
-        torch.cat([x for _, x in parts], dim=1)[is_token], logits[is_token], rtol=1e-5, atol=3e-5
+        torch.cat([x for _, x in parts], dim=1)[is_token], logits[is_token], rtol=1e-6, atol=1e-8
     )
 
 
@@ -155,6 +155,92 @@ def test_it_is_saved_and_loaded(make_model, tmp_path):
     assert torch.equal(routes_of(loaded, ids)[0], routes_of(model, ids)[0])
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert half.model.layers[0].attention.recurrence.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(
+    ("refused", "error"),
+    [
+        ({"document_ids": torch.ones(2, 5, dtype=torch.long)}, ConfigError),
+        ({"position_ids": torch.zeros(2, 4, dtype=torch.long)}, ShapeError),
+    ],
+    ids=["documents", "positions"],
+)
+def test_tokens_of_a_refused_call_were_never_seen(make_model, cache, refused, error):
+    model, ids = make_model(**(HARD | {"use_rope": False})), few_tokens()
+    memory = CACHES[cache](model.config)
+    routes_of(model, ids[:, :20], past_key_values=memory)
+    with pytest.raises(error):
+        routes_of(model, ids[:, 30:35], past_key_values=memory, **refused)
+    rest = [
+        routes_of(model, ids[:, a:b], past_key_values=memory)[0]
+        for a, b in ((20, 29), (29, 30), (30, 40))
+    ]
+    assert torch.equal(torch.cat(rest, dim=2), routes_of(model, ids)[0][:, :, 20:])
+
+
+def test_a_static_cache_that_refused_a_gradient_has_seen_nothing(make_model):
+    model, ids = make_model(**HARD), few_tokens()
+    memory = CACHES["static"](model.config)
+    with pytest.raises(CacheError, match="no gradients"):
+        model(ids, past_key_values=memory)
+    assert torch.equal(routes_of(model, ids, past_key_values=memory)[0], routes_of(model, ids)[0])
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("recurrence", [None, 2])
+def test_a_cache_that_keeps_no_such_tokens_is_refused(make_model, cache, recurrence):
+    model = make_model(**HARD)
+    other = make_model(**(HARD | {"recurrence": recurrence}))
+    with pytest.raises(ConfigError, match=f"recurrence=3, got one for {recurrence}"):
+        model(few_tokens(), past_key_values=CACHES[cache](other.config))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_no_tokens_are_refused(make_model, cache):
+    model = make_model(**HARD)
+    with pytest.raises(ShapeError, match="T above 0"):
+        model(few_tokens()[:, :0], past_key_values=CACHES[cache](model.config))
+
+
+def test_tokens_may_be_of_any_whole_numbers(make_model):
+    model, ids = make_model(**HARD), few_tokens()
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    for kind in ("dynamic", "static"):
+        found = model.generate(
+            ids.int(), max_new_tokens=5, do_sample=False, cache_implementation=kind
+        )
+        assert torch.equal(found, expected)
+
+
+def test_nothing_of_a_static_history_moves(make_model):
+    model, ids = make_model(**HARD), few_tokens()
+    memory = CACHES["static"](model.config)
+    routes_of(model, ids[:, :20], past_key_values=memory)
+    where = memory.history.tokens.data_ptr()
+    memory.reorder_cache(torch.tensor([1, 0]))
+    routes_of(model, ids[:, 20:21], past_key_values=memory)
+    memory.reset()
+    routes_of(model, ids[:, :3], past_key_values=memory)
+    assert memory.history.tokens.data_ptr() == where
+
+
+def test_a_controller_sees_it_in_float32_in_a_half_precision_model(make_model):
+    model, ids = make_model(**HARD).bfloat16(), few_tokens()
+    seen = []
+    controller = model.model.layers[1].attention.controller
+    controller.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    routes_of(model, ids)
+    assert seen == [torch.float32]
+
+
+def test_a_model_can_be_loaded_for_longer_texts(make_model, tmp_path):
+    model, ids = make_model(**HARD), few_tokens()
+    model.save_pretrained(tmp_path)
+    longer = AutoModelForCausalLM.from_pretrained(tmp_path, max_position_embeddings=256)
+    weights = [m.model.layers[1].attention.recurrence.weight for m in (model, longer)]
+    assert torch.equal(*weights)
+    assert routes_of(longer, ids.repeat(1, 6))[0].shape[2] == 240
 
 
 def test_static_layers_have_none(make_model):

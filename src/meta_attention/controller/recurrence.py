@@ -20,6 +20,9 @@ from transformers import initialization as init
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.precision import KeepFloat32
 
+# distances from the last of these on are one to a controller
+NUM_POWERS = 31
+
 
 def last_seen(
     ids: Tensor,
@@ -33,8 +36,8 @@ def last_seen(
         ids: Tokens ``[B, T]``.
         num_lengths: N.
         is_token: ``[B, T]``, False for padding, which has and is no distance. None: there is none.
-        document_ids: Numbers ``[B, T]``, neighbours of one number a document: nothing is found in
-            another. None: a row is one.
+        document_ids: Numbers ``[B, T]``, every document of a row one of its own: nothing is found
+            in another. None: a row is one.
     """
     if is_token is None:
         return _last_seen(ids, num_lengths, document_ids)
@@ -93,7 +96,7 @@ def newest_last_seen(tokens: Tensor, position: Tensor, num_lengths: int) -> Tens
         # of the run that ends at each place, the token so far back; none is before the first
         newest = tokens.index_select(1, (position - back).clamp(min=0))  # [B, 1]
         there = F.pad(tokens, (back, 0), value=-1)[:, :S]
-        is_same = is_same & (there == newest) & (newest >= 0) & (position >= back)
+        is_same = is_same & (there == newest) & (newest >= 0)
         last = torch.where(is_same, at, -1).amax(dim=1, keepdim=True)
         distances.append(torch.where(last >= 0, position - last, 0))
     return torch.stack(distances, dim=-1)
@@ -102,7 +105,8 @@ def newest_last_seen(tokens: Tensor, position: Tensor, num_lengths: int) -> Tens
 class RecurrenceEmbedding(KeepFloat32):
     """What distances add to a hidden state, for a controller to see: learnt, nothing at first.
 
-    Distances between powers of two are the same to it.
+    Distances between powers of two are the same to it. How many there are does not depend on how
+    long texts may be: a model that was trained on short ones can be loaded for longer ones.
 
     Args:
         config: Model configuration, with a ``recurrence``.
@@ -113,24 +117,26 @@ class RecurrenceEmbedding(KeepFloat32):
     def __init__(self, config: MetaAttentionConfig) -> None:
         super().__init__()
         assert config.recurrence is not None
-        self.num_bounds = config.max_position_embeddings.bit_length()
-        self.register_buffer("bounds", self._powers(), persistent=False)
-        shape = (config.recurrence, self.num_bounds + 1, config.hidden_size)
+        self.register_buffer("bounds", _powers_of_two(), persistent=False)
+        shape = (config.recurrence, len(self.bounds) + 1, config.hidden_size)
         self.weight = Parameter(torch.empty(shape))  # [N, K, D]
         self.reset_parameters()
-
-    def _powers(self) -> Tensor:
-        return 2 ** torch.arange(self.num_bounds)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         # the buffer is not saved; weights that were loaded are left alone
-        self.bounds.copy_(self._powers())
+        self.bounds.copy_(_powers_of_two())
         init.zeros_(self.weight)
 
     def forward(self, distances: Tensor) -> Tensor:
         """``[B, T, D]`` of distances ``[B, T, N]``."""
-        N, K, _ = self.weight.shape
         bucket = torch.bucketize(distances.contiguous(), self.bounds, right=True)  # 0: never
-        index = bucket + K * torch.arange(N, device=bucket.device)
-        return F.embedding(index, self.weight.flatten(0, 1)).sum(dim=-2)
+        # one length at a time: all together are N times as large as the tokens
+        hint = F.embedding(bucket[..., 0], self.weight[0])
+        for index, weight in zip(bucket.unbind(dim=-1)[1:], self.weight[1:], strict=True):
+            hint = hint + F.embedding(index, weight)
+        return hint
+
+
+def _powers_of_two() -> Tensor:
+    return 2 ** torch.arange(NUM_POWERS)

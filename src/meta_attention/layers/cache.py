@@ -344,15 +344,11 @@ class MetaAttentionCache(Cache):
                     "start a new cache"
                 )
         super().crop(tokens_to_remove)
-        if self.history is not None:
-            self.history.crop(tokens_to_remove)
         self._map_padding(lambda is_token: is_token[:, :tokens_to_remove], past)
 
     def reset(self) -> None:
         super().reset()
         self.padding = None
-        if self.history is not None:
-            self.history.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]

@@ -17,6 +17,8 @@ PADDING = -1
 class TokenHistory:
     """Ids of all tokens so far, which grow with the text.
 
+    How many there are is told by those who count them: tokens of a call that was refused are not.
+
     Args:
         num_lengths: Of the runs that are looked for, N.
     """
@@ -25,38 +27,39 @@ class TokenHistory:
         self.num_lengths = num_lengths
         self.tokens: Tensor | None = None  # [B, S], -1 for padding
 
-    def add(self, ids: Tensor, is_token: Tensor | None, step: DecodeStep | None) -> Tensor:
+    def add(
+        self, ids: Tensor, is_token: Tensor | None, step: DecodeStep | None, past: int
+    ) -> Tensor:
         """Add new tokens ``[B, T]``; returns when each was last seen, ``[B, T, N]``.
 
         Args:
             ids: The tokens.
             is_token: ``[B, T]``, False for padding; None: there is none.
             step: Where they stand, if it is one of each row.
+            past: How many came before; what was added beyond them is forgotten.
         """
-        new = ids if is_token is None else ids.masked_fill(~is_token, PADDING)
+        new = ids.long()
+        if is_token is not None:
+            new = new.masked_fill(~is_token, PADDING)
         if step is not None:
-            tokens = self._with_newest(new, step)
+            tokens = self._with_newest(new, past, step)
             return newest_last_seen(tokens, step.position, self.num_lengths)
-        tokens = self._with(new)
-        return last_seen(tokens, self.num_lengths, tokens != PADDING)[:, -ids.shape[1] :]
+        tokens = self._with(new, past)
+        return last_seen(tokens, self.num_lengths, tokens != PADDING)[:, past:]
 
-    def _with(self, new: Tensor) -> Tensor:
+    def _with(self, new: Tensor, past: int) -> Tensor:
         """All tokens, the new ones included."""
-        self.tokens = new if self.tokens is None else torch.cat([self.tokens, new], dim=1)
+        if self.tokens is None or past == 0:
+            self.tokens = new
+        else:
+            self.tokens = torch.cat([self.tokens[:, :past], new], dim=1)
         return self.tokens
 
-    def _with_newest(self, new: Tensor, step: DecodeStep) -> Tensor:
-        return self._with(new)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last; ``tokens_to_remove`` is negative, as in Transformers."""
-        if self.tokens is not None:
-            self.tokens = self.tokens[:, :tokens_to_remove]
-
-    def reset(self) -> None:
-        self.tokens = None
+    def _with_newest(self, new: Tensor, past: int, step: DecodeStep) -> Tensor:
+        return self._with(new, past)
 
     def map_rows(self, select: Callable[[Tensor], Tensor]) -> None:
+        """Keep other rows, or the same in another order."""
         if self.tokens is not None:
             self.tokens = select(self.tokens)
 
@@ -72,35 +75,20 @@ class StaticTokenHistory(TokenHistory):
     def __init__(self, num_lengths: int, capacity: int) -> None:
         super().__init__(num_lengths)
         self.capacity = capacity
-        self.length = 0  # as far as the host knows
 
     def _buffer(self, new: Tensor) -> Tensor:
         if self.tokens is None:
             self.tokens = new.new_full((new.shape[0], self.capacity), PADDING)
         return self.tokens
 
-    def _with(self, new: Tensor) -> Tensor:
-        tokens, begin = self._buffer(new), self.length
-        self.length += new.shape[1]
-        tokens[:, begin : self.length] = new
-        return tokens[:, : self.length]
+    def _with(self, new: Tensor, past: int) -> Tensor:
+        tokens, stop = self._buffer(new), past + new.shape[1]
+        tokens[:, past:stop] = new
+        return tokens[:, :stop]
 
-    def _with_newest(self, new: Tensor, step: DecodeStep) -> Tensor:
-        tokens = self._buffer(new)
-        tokens.index_copy_(1, step.position, new)
-        self.length += 1
-        return tokens
-
-    def advance(self, num_tokens: int) -> None:
-        """Count tokens that a captured step writes, which the host does not see."""
-        self.length += num_tokens
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.length += tokens_to_remove
-
-    def reset(self) -> None:
-        # what lies past the length is not looked at
-        self.length = 0
+    def _with_newest(self, new: Tensor, past: int, step: DecodeStep) -> Tensor:
+        # where that is, the device knows: a captured step is replayed at other places
+        return self._buffer(new).index_copy_(1, step.position, new)
 
     def map_rows(self, select: Callable[[Tensor], Tensor]) -> None:
         if self.tokens is not None:

@@ -192,8 +192,6 @@ class MetaAttentionStaticCache(MetaAttentionCache):
         self._check_room(None, self.get_seq_length() + num_tokens)
         for layer in self.layers:
             layer.advance(num_tokens)
-        if isinstance(self.history, StaticTokenHistory):
-            self.history.advance(num_tokens)
 
     def finish(self, T: int) -> None:
         assert self.length is not None

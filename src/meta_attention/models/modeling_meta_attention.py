@@ -214,8 +214,11 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         if self.residuals is not None:
             check_one_device([self.embed_tokens, self.residuals, *self.layers])
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if x.dim() != 3:
-            raise ShapeError(f"inputs_embeds must be [B, T, D], got {list(x.shape)}")
+        if x.dim() != 3 or 0 in x.shape:
+            raise ShapeError(
+                f"tokens must be [B, T], their embeddings [B, T, D], with B and T above 0; got "
+                f"embeddings {list(x.shape)}"
+            )
         B, T, _ = x.shape
 
         if use_cache is None:
@@ -304,7 +307,7 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         cache: MetaAttentionCache | None,
         step: DecodeStep | None,
     ) -> Tensor | None:
-        """When each new token was last seen [B, T, N], if controllers ask for it."""
+        """When each new token was last seen [B, T, N], if the config asks for it."""
         if self.config.recurrence is None:
             return None
         if input_ids is None:
@@ -312,9 +315,10 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 "a model with recurrence needs input_ids, to find tokens that come again, and got "
                 "inputs_embeds"
             )
-        if cache is None or cache.history is None:
+        if cache is None:
             return last_seen(input_ids, self.config.recurrence, is_token, document_ids)
-        return cache.history.add(input_ids, is_token, step)
+        assert cache.history is not None  # _cache_of has refused those without
+        return cache.history.add(input_ids, is_token, step, cache.get_seq_length())
 
     def _cache_of(self, given: Cache | None, use_cache: bool) -> MetaAttentionCache | None:
         if isinstance(given, MetaAttentionCache):
@@ -322,6 +326,12 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
                 raise ConfigError(
                     f"past_key_values must have {len(self.layers)} layers, got "
                     f"{len(given.layers)}: it is of another model"
+                )
+            kept = None if given.history is None else given.history.num_lengths
+            if kept != self.config.recurrence:
+                raise ConfigError(
+                    f"past_key_values must keep tokens for recurrence={self.config.recurrence}, "
+                    f"got one for {kept}: it is of another model"
                 )
             return given
         if given is not None:
