@@ -26,6 +26,7 @@ FAMILIES = {
     "static": ("tab:gray", "s"),
     "bayes": ("tab:blue", "o"),
     "prior-free": ("tab:orange", "^"),
+    "rule": ("tab:green", "D"),
 }
 
 
@@ -278,6 +279,7 @@ def _families(rows: Sequence[Row]) -> dict[str, list[Row]]:
             variant = find_variant(row["variant"])
             is_prior_free = variant.controller == "prior_free"
             family = "prior-free" if is_prior_free else "bayes"
+            family = "rule" if variant.is_rule else family
         found.setdefault(family, []).append(row)
     return found
 
