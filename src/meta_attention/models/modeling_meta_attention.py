@@ -214,11 +214,10 @@ class MetaAttentionModel(MetaAttentionPreTrainedModel):
         if self.residuals is not None:
             check_one_device([self.embed_tokens, self.residuals, *self.layers])
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if x.dim() != 3 or 0 in x.shape:
-            raise ShapeError(
-                f"tokens must be [B, T], their embeddings [B, T, D], with B and T above 0; got "
-                f"embeddings {list(x.shape)}"
-            )
+        if x.dim() != 3:
+            raise ShapeError(f"inputs_embeds must be [B, T, D], got {list(x.shape)}")
+        if 0 in x.shape:
+            raise ShapeError(f"tokens must be [B, T] with B and T above 0, got {list(x.shape[:2])}")
         B, T, _ = x.shape
 
         if use_cache is None:
