@@ -20,6 +20,7 @@ from meta_attention.errors import ConfigError, ShapeError
 from meta_attention.evaluation.flops import (
     LENGTHS,
     Flops,
+    controller_flops,
     cost_table,
     count_full,
     count_layer,
@@ -490,3 +491,19 @@ def test_a_bad_mix_gets_one_clear_sentence(mix, message):
 def test_lists_of_another_shape_are_refused(count, message):
     with pytest.raises(ShapeError, match=message):
         count(make_config())
+
+
+def test_what_was_seen_before_adds_a_vector_for_each_length_where_there_is_a_choice():
+    layers = [["full", "local"], ["local"]]
+    plain, seen = (
+        MetaAttentionConfig(
+            hidden_size=32,
+            num_attention_heads=2,
+            num_hidden_layers=2,
+            layer_experts=layers,
+            recurrence=recurrence,
+        )
+        for recurrence in (None, 3)
+    )
+    assert controller_flops(seen, 0) - controller_flops(plain, 0) == 3 * 32
+    assert controller_flops(seen, 1) == 0.0
