@@ -115,7 +115,7 @@ class Measurement:
         return {
             **{name: settings[name] for name in ("variant", "seed", "scale")},
             "repeat": self.run.scale.repeat,
-            "controller": settings["routing"]["controller"] if is_routed else "static",
+            "controller": self._controller(settings["routing"]) if is_routed else "static",
             # of the whole validation text, as the study has them
             "validation_loss": trained["hard"]["loss"],
             "train_loss": trained["train_loss"],
@@ -230,6 +230,10 @@ class Measurement:
                 for name, layers in signals.items()
             }
         return result
+
+    def _controller(self, routing: Figures) -> str:
+        """What chooses: of a model whose heads keep their experts, nothing does."""
+        return "fixed" if routing.get("is_fixed") else str(routing["controller"])
 
     def calibration(self, hard: Predictions, soft: Predictions, is_routed: bool) -> Figures:
         """Calibration error of predictions, and of "the top expert is the best"."""
