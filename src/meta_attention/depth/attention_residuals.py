@@ -65,16 +65,8 @@ class HalvedBlock(MetaTransformerBlock):
         """The output of one half ``[B, T, D]``, that of attention with its routing."""
         if half == "feed_forward":
             return self.feed_forward(x)
-        return self.attend(
-            x,
-            attention_mask,
-            position_ids,
-            document_ids,
-            past_key_values,
-            rotation,
-            step,
-            recurrence,
-        )
+        arguments = (attention_mask, position_ids, document_ids, past_key_values, rotation, step)
+        return self.attend(x, *arguments, recurrence)
 
 
 class HalvedMixtureOfDepthsBlock(MixtureOfDepthsBlock):

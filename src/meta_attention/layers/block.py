@@ -1,6 +1,7 @@
 """A transformer block with routed attention."""
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -39,42 +40,15 @@ class MetaTransformerBlock(GradientCheckpointingLayer):
         recurrence: Tensor | None = None,
     ) -> LayerOutput:
         """As the attention layer, with the block's hidden states ``[B, T, D]`` as ``output``."""
-        attended = self.attend(
-            x,
-            attention_mask,
-            position_ids,
-            document_ids,
-            past_key_values,
-            rotation,
-            step,
-            recurrence,
-        )
+        arguments = (attention_mask, position_ids, document_ids, past_key_values, rotation, step)
+        attended = self.attend(x, *arguments, recurrence)
         x = x + attended.output
         x = x + self.feed_forward(x)
         return replace(attended, output=x)
 
-    def attend(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        past_key_values: MetaAttentionCache | None = None,
-        rotation: Rotation | None = None,
-        step: DecodeStep | None = None,
-        recurrence: Tensor | None = None,
-    ) -> LayerOutput:
-        """The attention half, without its residual."""
-        attended: LayerOutput = self.attention(
-            self.attention_norm(x),
-            attention_mask,
-            position_ids,
-            document_ids,
-            past_key_values,
-            rotation,
-            step,
-            recurrence,
-        )
+    def attend(self, x: Tensor, *arguments: Any) -> LayerOutput:
+        """The attention half, without its residual; arguments as of :meth:`forward`."""
+        attended: LayerOutput = self.attention(self.attention_norm(x), *arguments)
         return attended
 
     def feed_forward(self, x: Tensor) -> Tensor:
