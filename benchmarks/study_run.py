@@ -1,7 +1,8 @@
 """One run of the study: train a variant, evaluate it, go on where it was cut off.
 
 A run is a folder: ``config.json``, ``metrics.jsonl`` (means over ten steps), ``checkpoint.pt``
-while it lasts, and ``result.json`` with ``model/`` once it is done. Every step draws its text and
+while it lasts, and ``result.json`` with ``model/`` once it is done; where values are learnt after
+training, ``values.jsonl`` has that. Every step draws its text and
 its routes from a seed of its own, so that a resumed run goes on as an unbroken one.
 
 Capability first: until something presses, what will be routed is full attention and nothing else.
@@ -36,6 +37,7 @@ from meta_attention.training.economy import WINDOW
 
 CONFIG, METRICS, RESULT, TIMING = "config.json", "metrics.jsonl", "result.json", "timing.json"
 CHECKPOINT, BEGINNINGS = "checkpoint.pt", "beginnings"
+VALUES = "values.jsonl"
 
 
 def run_folder(runs: Path, scale: str, variant: str, seed: int) -> Path:
@@ -76,7 +78,12 @@ def run(
     _check_same(folder, settings)
     if (folder / RESULT).exists():
         return json.loads((folder / RESULT).read_text())
-    if (folder / CHECKPOINT).exists():
+    if variant.priced is not None:
+        base = (cache, runs, variant.priced, seed, scale_name)
+        if run(*base, changes=changes, device=device, compile=compile, stop_at=stop_at) is None:
+            return None
+        learn_values_of(training, run_folder(runs, scale_name, variant.priced, seed), folder)
+    elif (folder / CHECKPOINT).exists():
         training.load(folder / CHECKPOINT)
         _say(f"going on after step {training.steps_done}")
     else:
@@ -91,12 +98,15 @@ def run(
             training.load(beginning / CHECKPOINT)
             shutil.copy(beginning / METRICS, folder / METRICS)
         training.choose_heads()
-    _train(training, folder, scale.steps, stop_at)
+    if variant.priced is None:
+        _train(training, folder, scale.steps, stop_at)
     if training.steps_done < scale.steps:
         _say(f"time is over after step {training.steps_done} of {scale.steps}")
         return None
     result = {name: settings[name] for name in ("variant", "seed", "scale")}
     result |= _training_figures(training, folder)
+    if training.prices is not None:
+        result["prices"] = training.prices
     if training.heads is not None:
         result["experts_of_heads"] = training.heads.get()
     # other lengths and routings would each be compiled for a few batches
@@ -106,6 +116,17 @@ def run(
     (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
     (folder / CHECKPOINT).unlink(missing_ok=True)
     return result
+
+
+def learn_values_of(training: Training, base: Path, folder: Path) -> None:
+    """Values of a static model that is done, and the price of what is asked for."""
+    static = MetaAttentionForCausalLM.from_pretrained(base / "model").state_dict()
+    training.take(static)
+    shutil.copy(base / METRICS, folder / METRICS)
+    figures = json.loads((base / RESULT).read_text())
+    training.steps_done, training.seconds = figures["steps"], figures["seconds"]
+    rows = training.learn_values()
+    (folder / VALUES).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def _check_same(folder: Path, settings: dict[str, Any]) -> None:

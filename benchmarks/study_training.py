@@ -4,6 +4,7 @@ Shapes: B sequences, T their length.
 """
 
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from meta_attention.controller.controllers import MLPController
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.objective import routing_loss
 from meta_attention.training.economy import WINDOW, Economy
+from meta_attention.training.values import find_price, is_of_router, learn_values
 
 WARMUP = 0.05  # of the steps
 # before a step is captured: kernels are compiled, the optimiser's state exists
 PLAIN_STEPS = 3
 # sequences of the training text on which experts of heads are compared
 CHOOSING_SEQUENCES = 32
+# of the training text on which a price is found
+PRICING_BATCHES = 16
 WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
 
 
@@ -60,6 +64,7 @@ class Training:
         if variant.is_blind:
             self._blind_controllers()
         self.heads = FixedHeads(self.model) if variant.is_fixed else None
+        self.prices: dict[str, float] | None = None
         if variant.is_rule:
             follow_rule(self.model)
         if compile:
@@ -80,7 +85,7 @@ class Training:
             capturable=is_cuda,
         )
         pressure = variant.pressure(scale)
-        target = variant.target if variant.is_routed else None
+        target = variant.target if variant.is_routed and not variant.priced else None
         self.economy = Economy(scale.steps, pressure, target)
         # of every corpus the beginning, so that more repetitions see a part of what fewer see
         texts = cache.tokens("train", device).values()
@@ -114,6 +119,37 @@ class Training:
             assert self.variant.target is not None
             ids = self.batch(CHOOSING_SEQUENCES)
             choose_heads(self.heads, self.model, ids, self.variant.target)
+
+    def take(self, weights: dict[str, Tensor]) -> None:
+        """Those of a model that has no routes."""
+        found = self.model.load_state_dict(weights, strict=False)
+        new = [name for name in found.missing_keys if not is_of_router(name)]
+        assert not new, new
+        assert not found.unexpected_keys, found.unexpected_keys
+
+    def learn_values(self) -> list[dict[str, float]]:
+        """What experts are worth to the model as it is, and its price; means of ten steps each."""
+        scale = self.scale
+        num_steps = max(1, round(scale.value_steps * scale.steps))
+        torch.manual_seed(1_000_003 * (self.seed + 1) - 1)  # text that no step before has seen
+        rows: list[dict[str, float]] = []
+        seen: list[dict[str, float]] = []
+
+        def keep(step: int, figures: dict[str, float]) -> None:
+            seen.append(figures)
+            if step % WINDOW == 0 or step == num_steps:
+                means = {name: statistics.mean(f[name] for f in seen) for name in figures}
+                rows.append({"step": step} | means)
+                seen.clear()
+
+        with autocast(self.device):
+            batches = (self.batch() for _ in range(num_steps))
+            learn_values(self.model, batches, num_steps=num_steps, lr=scale.value_lr, on_step=keep)
+            texts = [self.batch() for _ in range(PRICING_BATCHES)]
+            assert self.variant.target is not None
+            price = find_price(self.model, texts, self.variant.target)
+        self.prices = {"price": price, "value_tokens": num_steps * self.ids.numel()}
+        return rows
 
     def _groups(self) -> list[tuple[str, dict[str, Any]]]:
         """Parameters that learn alike, and the knob of their learning rate."""
@@ -279,11 +315,6 @@ class Training:
                 self.optimiser.state[parameter] = state["optimiser"][name]
         self.economy.load(state["economy"])
         self.steps_done, self.seconds = state["steps_done"], state["seconds"]
-
-
-def is_of_router(name: str) -> bool:
-    """Whether a parameter is part of what chooses."""
-    return ".controller." in name or ".recurrence." in name
 
 
 def learning_rate(scale: Scale, step: int) -> float:

@@ -26,6 +26,7 @@ EXPERTS = {
     "O": ("local*64",),
     "R": ("full", "linear", "local"),
     "S": ("full", "local"),
+    "V": ("full", "local*16"),
     "W": ("full", "local*16", "local"),
     "X": ("full", "ssm", "local"),
 }
@@ -61,6 +62,8 @@ class Scale:
     hold: float = 1.0  # weight of falling below the target; see Economy.below_target
     short_conv: int = 3  # taps of the convolution before attention, 0 for none
     argmax_from: float = 1.0  # share of the steps after which routes are no longer drawn
+    value_steps: float = 0.3  # more steps, as a share, in which values are learnt and nothing else
+    value_lr: float = 3e-3
     repeat: int = 1  # train on 1/repeat of the text, so that equal steps see it more often
 
     def __post_init__(self) -> None:
@@ -187,6 +190,9 @@ class Variant:
             each of its heads.
         is_fixed: Experts of heads are chosen once, where others begin to route, as the best ones
             that cost no more than the target: a static model whose heads differ.
+        priced: Name of a static variant that is trained to its end, without a thought of routes;
+            what experts are worth to it is learnt then, while it stays as it is, and the price is
+            set that makes it cost what is asked for.
         is_rule: Nothing is learnt to choose: full attention where the last two tokens stood
             together before, beyond the middle window, and that window elsewhere.
         is_tilted: A Bayesian controller is pressed by its cost, too, and the KL keeps a small
@@ -211,6 +217,7 @@ class Variant:
     is_blind: bool = False
     is_fixed: bool = False
     is_rule: bool = False
+    priced: str | None = None
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
     prior_strength: float = 1.0
@@ -237,7 +244,7 @@ class Variant:
 
     def pressure(self, scale: Scale) -> Schedule:
         """Schedule of the weight that makes routes cheap."""
-        if not self.is_routed or self.is_rule:
+        if not self.is_routed or self.is_rule or self.priced:
             return Schedule.constant(0.0)
         weight = scale.cost_weight if self.presses_cost else scale.kl_weight
         begin = scale.first_steps / scale.steps
@@ -339,6 +346,15 @@ ROUTED_PATTERNS = {
 }
 
 
+def _priced(
+    base: str, target: float, granularity: RouteGranularity = "kv_head", recurrence: int | None = 3
+) -> Variant:
+    pattern = {"hybrid-1-5": HYBRID, "hybrid-1-1": "LF", "full": "F"}[base].replace("F", "V")
+    return Variant(
+        pattern, "value", target, granularity, draw="mean", priced=base, recurrence=recurrence
+    )
+
+
 def _fixed_heads(pattern: str, cost: float) -> Variant:
     return Variant(pattern, "prior_free", target=cost, granularity="kv_head", is_fixed=True)
 
@@ -374,6 +390,14 @@ VARIANTS: dict[str, Variant] = {
         HYBRID.replace("F", "W"), "prior_free", target=0.45, granularity="kv_head"
     ),
     "prior-free-half-kv_head-0.45": Variant("LW", "prior_free", target=0.45, granularity="kv_head"),
+    # by what experts are worth to a trained hybrid, at a price
+    "value-1-5-0.35": _priced("hybrid-1-5", 0.35),
+    "value-1-5-0.45": _priced("hybrid-1-5", 0.45),
+    "value-1-5-token-0.45": _priced("hybrid-1-5", 0.45, "token"),
+    "value-1-5-0.45-unseen": _priced("hybrid-1-5", 0.45, recurrence=None),
+    "value-1-1-0.35": _priced("hybrid-1-1", 0.35),
+    "value-1-1-0.45": _priced("hybrid-1-1", 0.45),
+    "value-full-0.35": _priced("full", 0.35),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
         ROUTED_PATTERNS[where], target=target, granularity=granularity

@@ -53,7 +53,7 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
         ({"cost_weight": float("inf")}, "cost_weight must be finite and >= 0, got inf"),
         ({"window": 4}, "unknown config field 'window'"),
         ({"expert_cost": "flops"}, "unknown .* 'expert_cost'; did you mean 'expert_costs'"),
-        ({"controller": "softmax"}, "one of bayesian, prior_free, got 'softmax'"),
+        ({"controller": "softmax"}, "one of bayesian, prior_free, value, got 'softmax'"),
         ({"routing": "topk"}, "routing must be one of soft, hard, gated, got 'topk'"),
         ({"uncertainty_signal": "doubt"}, "uncertainty_signal must be one of entropy"),
         ({"routing": "gated"}, "must have a finite uncertainty_threshold, got None"),

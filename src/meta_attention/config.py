@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from meta_attention.errors import ConfigError
 
 Impl = Literal["auto", "reference", "triton"]
-ControllerName = Literal["bayesian", "prior_free"]
-TrainingWeights = Literal["mean", "sample", "one_hot"]
+ControllerName = Literal["bayesian", "prior_free", "value"]
+TrainingWeights = Literal["mean", "sample", "one_hot", "explore"]
 RouteGradient = Literal["all", "chosen"]
 RouteGranularity = Literal["token", "kv_head"]
 DepthRouting = Literal["top_k", "threshold"]
@@ -82,7 +82,9 @@ class MetaAttentionConfig(PreTrainedConfig):
             predictor. ``"threshold"``: tokens of a score above 0, in training and evaluation; the
             share is drawn to the capacity by the loss.
         depth_weight: Weight in the loss of what teaches the predictor or draws the share.
-        controller: ``"bayesian"`` or ``"prior_free"``.
+        controller: ``"bayesian"``, ``"prior_free"``, or ``"value"``: it learns what each expert is
+            worth to a token, in nats, and takes the one that is worth most at the going ``price``.
+            Needs hard routes; see ``meta_attention.training.values``.
         controller_hidden_size: Width of the controller's hidden layer.
         recurrence: Controllers also see when a token was last seen, alone and with the tokens
             before it: in runs of up to this many, 1 to 8. From a hidden state they cannot tell
@@ -93,6 +95,9 @@ class MetaAttentionConfig(PreTrainedConfig):
             changes in a model that is loaded.
         prior_strength: Scale of the Dirichlet prior, the paper's beta_0: one number, or one for
             each layer.
+        price: Nats that full attention has to be worth to a token, of ``controller="value"``; a
+            cheaper expert costs its share of it. May be another in use than in training: a lower
+            one buys more attention.
         prior_floor: Smallest prior concentration; the paper's epsilon.
         kl_weight: Weight of the KL term in the loss; the paper's beta_elbo.
         cost_weight: Weight of the projected cost in the loss; how a prior-free controller is told
@@ -100,7 +105,8 @@ class MetaAttentionConfig(PreTrainedConfig):
         training_weights: Routing weights while training: the posterior ``"mean"``, a
             reparameterised ``"sample"`` of it (a hard route then takes the largest of a sample:
             Thompson sampling), or ``"one_hot"``: a hard route takes one expert drawn with the
-            probabilities of the mean. Evaluation always uses the mean.
+            probabilities of the mean. Evaluation always uses the mean. ``"explore"`` is how
+            ``controller="value"`` learns: half of the routes try any expert.
         route_gradient: How hard routes teach the controller: ``"all"``: every expert runs in
             training, and the gradient is that of the belief in all of them (straight-through).
             ``"chosen"``: only the chosen expert runs, so that training saves time too, and its
@@ -172,6 +178,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     start_expert: str | None = None
     prior_strength: float | Sequence[float] = 1.0
     prior_floor: float = 0.01
+    price: float = 0.0
     kl_weight: float = 1.0
     cost_weight: float = 0.0
     training_weights: TrainingWeights = "mean"
@@ -343,6 +350,7 @@ class MetaAttentionConfig(PreTrainedConfig):
                 "use 'mean' or 'sample', or routing='hard' or 'gated'"
             )
         self._check_gate()
+        self._check_values()
         for name in ("prior_floor", "kl_weight", "cost_weight"):
             _require_number(name, getattr(self, name))
         for name in ("initializer_range", "rms_norm_eps"):
@@ -439,6 +447,35 @@ class MetaAttentionConfig(PreTrainedConfig):
             _require_number("prior_strength", strengths)
         for layer_idx in range(self.num_hidden_layers):
             check_prior(self.prior_strength_of(layer_idx), self.prior_floor)
+
+    def _check_values(self) -> None:
+        _require_number("price", self.price)
+        if not math.isfinite(self.price):
+            raise ConfigError(f"price must be finite, got {self.price}")
+        draw = self.training_weights
+        if self.controller != "value":
+            if self.price:
+                raise ConfigError(
+                    f"price is for controller='value', got {self.price} with "
+                    f"controller={self.controller!r}; leave it out"
+                )
+            if draw == "explore":
+                raise ConfigError(
+                    "training_weights='explore' is for controller='value', got "
+                    f"controller={self.controller!r}"
+                )
+            return
+        if self.routing != "hard" or self.route_gradient != "all":
+            raise ConfigError(
+                "controller='value' must have routing='hard' and route_gradient='all', which tells "
+                f"what other experts would have done, got {self.routing!r} and "
+                f"{self.route_gradient!r}"
+            )
+        if draw not in ("mean", "explore"):
+            raise ConfigError(
+                "controller='value' must have training_weights='explore', or 'mean', which teaches "
+                f"it nothing, got {draw!r}"
+            )
 
     def _check_gate(self) -> None:
         threshold = self.uncertainty_threshold

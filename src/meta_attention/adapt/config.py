@@ -87,6 +87,11 @@ class AdaptConfig:
 
     def for_base(self, shape: Shape, *, causal: bool, use_rope: bool) -> MetaAttentionConfig:
         """The configuration that controllers and experts are built from."""
+        if self.controller == "value":
+            raise ConfigError(
+                "controller must be 'bayesian' or 'prior_free' in an adapted model, got 'value', "
+                "which only models of our own have"
+            )
         settings = asdict(self)
         del settings["layers"]
         if self.training_weights is None:

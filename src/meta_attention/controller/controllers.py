@@ -18,13 +18,23 @@ from transformers import initialization as init
 
 from meta_attention.config import MetaAttentionConfig
 from meta_attention.controller.features import NUM_EXTRA_FEATURES
-from meta_attention.controller.posterior import PointPosterior, Posterior, RoutingPosterior
+from meta_attention.controller.posterior import (
+    PointPosterior,
+    Posterior,
+    RoutingPosterior,
+    ValuePosterior,
+)
 from meta_attention.controller.prior import compute_aware_prior
 from meta_attention.ops.controller_logits import Network, controller_logits
 from meta_attention.precision import KeepFloat32
 
 # evidence of a controller that starts on one expert: for it, and for the others
 START_EVIDENCE, REST_EVIDENCE = 6.0, 0.02
+# what such an expert is worth at first, in nats
+START_VALUE = 0.1
+# nats by which one expert must be better for weights to prefer it by a factor of e: of hard routes
+# it changes nothing
+TEMPERATURE = 0.02
 
 
 class Controller(KeepFloat32):
@@ -179,6 +189,49 @@ class PriorFreeController(MLPController):
         return (self.prior_concentration + evidence).log()
 
 
+class ValueController(MLPController):
+    """What each expert is worth to a token, in nats, and what it costs at the going price.
+
+    The same features and MLP say by how much the loss would be lower with one expert than with
+    another. A token takes the one that is worth most after ``price * cost`` is paid. The price is
+    no parameter but set, and may be another in use: a lower one buys more attention.
+
+    Args:
+        config: Model configuration.
+        costs: Cost of each expert relative to full attention, in (0, 1].
+    """
+
+    price: Tensor  # [], nats for the cost of full attention
+
+    def __init__(
+        self,
+        config: MetaAttentionConfig,
+        costs: Sequence[float],
+        start: int | None = None,
+        *,
+        layer_idx: int = 0,
+    ) -> None:
+        super().__init__(config, costs, start, layer_idx=layer_idx)
+        layers = range(config.num_hidden_layers)
+        num_routed = sum(len(config.experts_of(index)) > 1 for index in layers)
+        self.num_shares = num_routed * math.prod(self.groups)
+        price = torch.tensor(config.price, dtype=torch.float32)
+        self.register_buffer("price", price, persistent=False)
+
+    def reset_buffers(self) -> None:
+        super().reset_buffers()
+        self.price.fill_(self.config.price)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> ValuePosterior:
+        logits = self.logits(x, position_ids)
+        value = logits - logits.mean(dim=-1, keepdim=True)  # [B, T, (G,) E]
+        surplus = value.detach() - self.price * self.costs
+        return ValuePosterior((surplus / TEMPERATURE).softmax(dim=-1), value, self.num_shares)
+
+    def logits_of(self, evidence: Tensor) -> Tensor:
+        return START_VALUE * (evidence == evidence.max())
+
+
 class StaticController(Controller):
     """A layer of one expert has nothing to choose: every token gets it, and nothing is learnt."""
 
@@ -203,6 +256,9 @@ def build_controller(
     """
     if len(costs) == 1:
         return StaticController(config, costs, layer_idx=layer_idx)
-    if config.controller == "bayesian":
-        return BayesianMetaController(config, costs, start, layer_idx=layer_idx)
-    return PriorFreeController(config, costs, start, layer_idx=layer_idx)
+    kinds = {
+        "bayesian": BayesianMetaController,
+        "prior_free": PriorFreeController,
+        "value": ValueController,
+    }
+    return kinds[config.controller](config, costs, start, layer_idx=layer_idx)

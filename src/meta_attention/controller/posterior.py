@@ -14,7 +14,7 @@ Dirichlet for each of the G heads.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ class Posterior(Protocol):
     def margin(self) -> Tensor:
         """Largest expected weight minus the second largest [B, T]; 1 is certain."""
 
+    learns_by_exploring: ClassVar[bool]
+    """Whether only routes that try any expert teach it something."""
+
+    @property
+    def lesson(self) -> Tensor:
+        """What a hard route's gradient goes to [B, T, E]: the expected weights, or what else."""
+
     def sample(self) -> Tensor:
         """Routing weights [B, T, E], differentiable in the controller's parameters."""
 
@@ -50,6 +57,7 @@ class RoutingPosterior:
     """Dirichlet posterior over experts, one per token or one per key-value head of a token."""
 
     concentration: Tensor  # [B, T, E] or [B, T, G, E], float32, > 0
+    learns_by_exploring: ClassVar[bool] = False
 
     @property
     def mean(self) -> Tensor:
@@ -99,6 +107,11 @@ class RoutingPosterior:
         return information.clamp(min=0.0).to(self.concentration.dtype)
 
     @property
+    def lesson(self) -> Tensor:
+        """The expected weights."""
+        return self.mean
+
+    @property
     def vacuity(self) -> Tensor:
         """Number of experts over total concentration [B, T]: high where evidence is scarce."""
         return self.concentration.shape[-1] / self.concentration.sum(dim=-1)
@@ -135,6 +148,7 @@ class PointPosterior:
     """
 
     mean: Tensor  # [B, T, E] or [B, T, G, E], float32, rows sum to one
+    learns_by_exploring: ClassVar[bool] = False
 
     @property
     def mean_entropy(self) -> Tensor:
@@ -146,6 +160,11 @@ class PointPosterior:
         """Largest weight minus the second largest [B, T]; 1 is certain."""
         return _margin_of_weights(self.mean)
 
+    @property
+    def lesson(self) -> Tensor:
+        """The weights."""
+        return self.mean
+
     def sample(self) -> Tensor:
         """The weights themselves: a point has no spread to sample from."""
         return self.mean
@@ -153,6 +172,31 @@ class PointPosterior:
     def kl_to(self, prior_concentration: Tensor) -> Tensor:
         """Zero [B, T]: there is no prior to leave."""
         return self.mean.new_zeros(self.mean.shape[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePosterior(PointPosterior):
+    """Weights that follow from what each expert is worth to a token.
+
+    Of the true worth of each it believes: normally distributed around ``value``, with a variance
+    of 1; before a token is seen, around 0. The KL between the two is half the square of ``value``.
+    Beside a loss that pays ``-value * gain`` for what an expert would have gained, which is what a
+    route's gradient does, minimising it is a regression: ``value`` becomes the expected gain.
+    """
+
+    value: Tensor  # [B, T, E] or [B, T, G, E], nats, float32; rows sum to zero
+    learns_by_exploring: ClassVar[bool] = True
+    num_shares: int = 1
+    """The routes that the mean KL of a model is taken over: heads times routed layers."""
+
+    @property
+    def lesson(self) -> Tensor:
+        """The values, as a share: each of them weighs as much in the loss as its part of the KL."""
+        return self.value / self.num_shares
+
+    def kl_to(self, prior_concentration: Tensor) -> Tensor:
+        """Of the values to worth nothing [B, T] in nats; the Dirichlet prior has no part in it."""
+        return 0.5 * self.value.square().sum(dim=-1)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from meta_attention.config import MetaAttentionConfig
-from meta_attention.controller import PointPosterior, Posterior, RoutingPosterior
+from meta_attention.controller import PointPosterior, Posterior, RoutingPosterior, ValuePosterior
 from meta_attention.depth.packing import Entered, Entry, Packing
 from meta_attention.errors import ConfigError
 from meta_attention.layers import LayerOutput, MetaAttentionCache, MetaTransformerBlock
@@ -279,8 +279,14 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
 
         posterior: Posterior
         given = None if attended is None else attended.posterior
-        is_point = self.attention.config.controller == "prior_free" and len(costs) > 1
-        if isinstance(given, PointPosterior) or (given is None and is_point):
+        is_point = self.attention.config.controller != "bayesian" and len(costs) > 1
+        if isinstance(given, ValuePosterior):
+            mean = spread(lambda out: out.posterior.mean, torch.full_like(prior, 1 / len(costs)))
+            value = spread(
+                lambda out: cast(ValuePosterior, out.posterior).value, torch.zeros_like(prior)
+            )
+            posterior = ValuePosterior(mean, value, given.num_shares)
+        elif isinstance(given, PointPosterior) or (given is None and is_point):
             mean = spread(lambda out: out.posterior.mean, torch.full_like(prior, 1 / len(costs)))
             posterior = (PointPosterior if given is None else type(given))(mean)
         else:
@@ -288,9 +294,15 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
                 spread(lambda out: cast(RoutingPosterior, out.posterior).concentration, prior)
             )
         nobody = torch.zeros((), dtype=torch.bool, device=output.device)
+        explored = None
+        if attended is not None and attended.routes.explored is not None:
+            explored = spread(lambda out: cast(Tensor, out.routes.explored), nobody)
         routes = Routes(
             spread(lambda out: out.routes.weights, torch.zeros_like(costs)),
             spread(lambda out: out.routes.hard, nobody),
+            None
+            if explored is None
+            else spread(lambda out: cast(Tensor, out.routes.explored), nobody),
         )
         return DepthOutput(
             output,

@@ -51,7 +51,9 @@ class LayerOutput:
     @property
     def kl(self) -> Tensor:
         """Of the posterior to the prior [B, T] in nats, zero for padding."""
-        return self._of_tokens(self.posterior.kl_to(self.prior_concentration))
+        kl = self.posterior.kl_to(self.prior_concentration)
+        explored = self.routes.explored
+        return self._of_tokens(kl if explored is None else kl * explored)
 
     @property
     def projected_cost(self) -> Tensor:

@@ -140,6 +140,20 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
         if not math.isfinite(threshold):
             raise ConfigError(f"a threshold must be finite, got {threshold}")
         self.config.uncertainty_threshold = threshold
+        self._reset_controllers()
+
+    def set_price(self, price: float) -> None:
+        """Let full attention cost so many nats in all layers from now on; saved with the config."""
+        if self.config.controller != "value":
+            raise ConfigError(
+                f"a price is for controller='value', got controller={self.config.controller!r}"
+            )
+        if not math.isfinite(price):
+            raise ConfigError(f"a price must be finite, got {price}")
+        self.config.price = price
+        self._reset_controllers()
+
+    def _reset_controllers(self) -> None:
         for module in self.modules():
             if isinstance(module, Controller):
                 module.reset_buffers()

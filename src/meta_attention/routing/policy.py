@@ -18,6 +18,8 @@ from meta_attention.routing.gate import uncertainty_of
 
 # an expert drawn at a lower probability counts as if it had this one; see choose_routes
 MIN_PROBABILITY = 1e-6
+# share of the routes that try any expert, where they explore
+EXPLORED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Routes:
 
     weights: Tensor  # [B, T, E] or [B, T, G, E], float32, rows sum to one
     hard: Tensor  # [B, T] or [B, T, G] bool: it takes one expert only
+    explored: Tensor | None = None  # likewise: only these teach the controller; None: all do
 
     @property
     def expert(self) -> Tensor:
@@ -79,10 +82,19 @@ def choose_routes(
         return Routes(weights, hard=torch.zeros_like(weights[..., 0], dtype=torch.bool))
 
     expert = draw_expert(belief) if draw == "one_hot" else weights.argmax(dim=-1)
+    explored = None
+    if posterior.learns_by_exploring:
+        explored = torch.zeros_like(expert, dtype=torch.bool)
+    if draw == "explore":
+        explored = torch.rand(expert.shape, device=expert.device) < EXPLORED
+        expert = torch.where(explored, torch.randint_like(expert, weights.shape[-1]), expert)
     chosen = torch.zeros_like(weights).scatter_(-1, expert.unsqueeze(-1), 1.0)
-    if belief.requires_grad:
+    lesson = posterior.lesson
+    if lesson.requires_grad:
         # zero, with the gradient of the belief: added first, so that one and zero stay exact
-        carrier = belief - belief.detach()
+        carrier = lesson - lesson.detach()
+        if explored is not None:
+            carrier = carrier * explored.unsqueeze(-1)
         if gradient == "all":
             chosen = chosen + carrier
         elif draw == "one_hot":
@@ -90,7 +102,7 @@ def choose_routes(
         else:
             chosen = chosen * (1.0 + carrier)
     if routing == "hard":
-        return Routes(chosen, hard=torch.ones_like(expert, dtype=torch.bool))
+        return Routes(chosen, torch.ones_like(expert, dtype=torch.bool), explored)
     hard = uncertainty_of(posterior, signal) < threshold
     return Routes(torch.where(hard.unsqueeze(-1), chosen, weights), hard)
 

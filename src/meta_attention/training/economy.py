@@ -238,6 +238,11 @@ def check_target(
             "target_cost must have routing='hard': other routes execute more than one expert, "
             "so there is nothing to save"
         )
+    if config.controller == "value":
+        raise ConfigError(
+            "target_cost presses a controller in training, and one of values has a price, which is "
+            "found afterwards: 'meta-attention route' does that"
+        )
     # who passes a block by costs nothing there
     capacity = 1.0 if config.depth_capacity is None else config.depth_capacity
     costs = [

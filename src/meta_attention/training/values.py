@@ -1,0 +1,214 @@
+"""Values after the fact: what experts are worth to a trained model, and the price for a cost.
+
+The model stays as it is. Some routes of every text try any expert (``training_weights="explore"``),
+and the gradient of the loss says by how much another would have been better: what controllers learn
+to expect from the token. Nothing has to be pressed, and no capability can be lost. What the model
+then spends is for a price to say, which can be found for any cost, and changed in use.
+
+Shapes: B sequences, T their length.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from meta_attention.config import MetaAttentionConfig
+from meta_attention.controller import ValueController
+from meta_attention.errors import ConfigError, DataError
+from meta_attention.evaluation.perplexity import evaluating
+from meta_attention.layers import BayesianMetaAttentionLayer
+from meta_attention.models import MetaAttentionForCausalLM
+
+WARMUP = 0.05  # of the steps
+BETAS, MAX_NORM = (0.9, 0.999), 1.0
+# halvings of the interval in which the price is sought: to a millionth of the dearest
+BISECTIONS = 20
+# nats for which nobody buys full attention
+DEAREST = 10.0
+
+
+def with_values(
+    model: MetaAttentionForCausalLM,
+    *,
+    window_size: int,
+    length: int,
+    recurrence: int | None = 3,
+    seed: int = 0,
+) -> MetaAttentionForCausalLM:
+    """The same model, its full layers given a choice: full attention or a window, by value.
+
+    Until values are learnt it says what it said. Every key-value head of a token has a route.
+
+    Args:
+        model: Of static layers, of which some are full.
+        window_size: What their tokens may take in place of full attention.
+        length: Tokens of a text at which costs are counted.
+        recurrence: As of ``MetaAttentionConfig``; without, little can be known of what is far back.
+        seed: Of what the new controllers begin with.
+    """
+    config: MetaAttentionConfig = model.config
+    layers = [config.experts_of(index) for index in range(config.num_hidden_layers)]
+    if any(len(experts) > 1 for experts in layers) or ("full",) not in layers:
+        raise ConfigError(
+            "values are for a model whose layers are static, some of them full, got "
+            f"{', '.join('+'.join(experts) for experts in dict.fromkeys(layers))}"
+        )
+    settings = config.to_dict() | {
+        "layer_experts": [
+            ["full", f"local:{window_size}"] if experts == ("full",) else list(experts)
+            for experts in layers
+        ],
+        "expert_costs": "flops",
+        "cost_length": length,
+        "controller": "value",
+        "price": 0.0,
+        "recurrence": recurrence,
+        "start_expert": "full",
+        "routing": "hard",
+        "route_gradient": "all",
+        "route_granularity": "kv_head" if config.shared_projections else "token",
+        "training_weights": "mean",
+        "uncertainty_threshold": None,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        routed = MetaAttentionForCausalLM(MetaAttentionConfig.from_dict(settings))
+    routed.to(model.device).to(model.dtype)  # type: ignore[arg-type, call-arg]
+    found = routed.load_state_dict(model.state_dict(), strict=False)
+    new = [name for name in found.missing_keys if not is_of_router(name)]
+    assert not new, new
+    assert not found.unexpected_keys, found.unexpected_keys
+    return routed.train(model.training)
+
+
+def is_of_router(name: str) -> bool:
+    """Whether a parameter of this name is part of what chooses."""
+    return ".controller." in name or ".recurrence." in name
+
+
+def learn_values(
+    model: MetaAttentionForCausalLM,
+    batches: Iterable[Tensor],
+    *,
+    num_steps: int,
+    lr: float = 3e-3,
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+) -> None:
+    """Teach controllers what experts are worth to a model that stays as it is.
+
+    Until they know, everything is bought: at a price below zero all take the dearest expert.
+
+    Args:
+        model: With ``controller="value"``; any of its routes may have been trained or not.
+        batches: Token ids ``[B, T]``, one for each step.
+        num_steps: How many of them to take.
+        lr: Learning rate at its highest, after a short rise; it then falls to 0 as a cosine.
+        on_step: Called after every step with its number and its figures: ``loss`` with the routes
+            that were tried, and ``kl``, half the squares of the values.
+    """
+    parameters = router_parameters(model)
+    if num_steps < 1:
+        raise ConfigError(f"num_steps must be >= 1, got {num_steps}")
+    optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
+    warmup = max(1, round(WARMUP * num_steps))
+    done = 0
+    with _exploring(model, parameters):
+        for ids in batches:
+            if done == num_steps:
+                break
+            progress = max(0, done - warmup) / max(1, num_steps - warmup)
+            rate = min(1.0, (done + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
+            for group in optimiser.param_groups:
+                group["lr"] = lr * rate
+            out = model(ids, labels=ids, use_cache=False)
+            optimiser.zero_grad(set_to_none=True)
+            (out.task_loss + out.kl).backward()
+            nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+            optimiser.step()
+            done += 1
+            if on_step is not None:
+                on_step(done, {"loss": out.task_loss.item(), "kl": out.kl.item()})
+    if done < num_steps:
+        raise DataError(f"there must be a batch for each of {num_steps} steps, got {done}")
+
+
+@torch.no_grad()
+def find_price(
+    model: MetaAttentionForCausalLM, batches: Sequence[Tensor], target_cost: float
+) -> float:
+    """Set the price at which routed layers cost a share of full attention's; that price.
+
+    Of what a dearer and a cheaper price give, the cheaper routes: the cost is the target's or less.
+
+    Args:
+        model: With values.
+        batches: Token ids ``[B, T]``; text that the model's users would give it.
+        target_cost: Mean over tokens and routed layers, by the costs of the experts.
+    """
+    controllers = value_controllers(model)
+    lowest = sum(c.costs.min().item() for c in controllers) / len(controllers)
+    if not lowest < target_cost <= 1.0:
+        raise ConfigError(
+            f"target_cost must be above {lowest:.3f}, what the cheapest experts cost, and at most "
+            f"1, got {target_cost}"
+        )
+
+    def cost_at(price: float) -> float:
+        model.set_price(price)
+        costs = [
+            model(ids, use_cache=False, output_routed_cost=True).routed_cost for ids in batches
+        ]
+        return torch.stack(costs).mean().item()
+
+    with evaluating(model):
+        low, high = 0.0, DEAREST
+        if cost_at(low) > target_cost:
+            for _ in range(BISECTIONS):
+                middle = 0.5 * (low + high)
+                low, high = (middle, high) if cost_at(middle) > target_cost else (low, middle)
+            low = high
+        model.set_price(low)
+    return low
+
+
+def value_controllers(model: nn.Module) -> list[ValueController]:
+    """Those of a model, at least one."""
+    controllers = [m for m in model.modules() if isinstance(m, ValueController)]
+    if not controllers:
+        raise ConfigError("values need a model with controller='value'; this one has none")
+    return controllers
+
+
+def router_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Of controllers that know values, and of what these see beside hidden states."""
+    value_controllers(model)
+    layers = [m for m in model.modules() if isinstance(m, BayesianMetaAttentionLayer)]
+    parts = [part for layer in layers for part in (layer.controller, layer.recurrence)]
+    return [p for part in parts if part is not None for p in part.parameters()]
+
+
+@contextmanager
+def _exploring(model: MetaAttentionForCausalLM, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Routes that try any expert, of a model in which nothing but these parameters learns."""
+    learnt = {id(p) for p in parameters}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in learnt]
+    was_training, draw = model.training, model.config.training_weights
+    prices = [c.price for c in value_controllers(model)]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        model.train()
+        model.config.training_weights = "explore"
+        for price in prices:
+            price.fill_(-DEAREST)
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+        model.train(was_training)
+        model.config.training_weights = draw
+        for price in prices:
+            price.fill_(model.config.price)
