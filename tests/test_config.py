@@ -1,6 +1,7 @@
 """The configuration: every bad value gets one clear sentence, every good one a round trip."""
 
 import json
+import math
 
 import pytest
 
@@ -62,7 +63,22 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
             {"routing": "gated", "uncertainty_threshold": 0.1, "controller": "prior_free"},
             "must be gated by one of mean_entropy, margin, got 'mutual_information'",
         ),
-        ({"training_weights": "max"}, "one of mean, sample, one_hot, got 'max'"),
+        ({"price": 0.1}, "price is for controller='value'"),
+        ({"controller": "value"}, "must have routing='hard' and route_gradient='all'"),
+        (
+            {"controller": "value", "routing": "hard", "route_gradient": "chosen"},
+            "must have routing='hard' and route_gradient='all'",
+        ),
+        (
+            {"controller": "value", "routing": "hard", "training_weights": "one_hot"},
+            "must have training_weights='explore', or 'mean'",
+        ),
+        (
+            {"controller": "value", "routing": "hard", "price": math.inf},
+            "price must be finite",
+        ),
+        ({"routing": "hard", "training_weights": "explore"}, "'explore' is for controller='value'"),
+        ({"training_weights": "max"}, "one of mean, sample, one_hot, explore, got 'max'"),
         (
             {"training_weights": "one_hot", "routing": "soft"},
             "'one_hot' draws a single expert, but routing='soft' mixes them; use 'mean' or",

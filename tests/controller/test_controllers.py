@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from meta_attention import BayesianMetaController, MetaAttentionConfig, PriorFreeController
-from meta_attention.controller import PointPosterior, RoutingPosterior, build_controller
+from meta_attention.controller import (
+    PointPosterior,
+    RoutingPosterior,
+    ValueController,
+    ValuePosterior,
+    build_controller,
+)
 from meta_attention.controller.features import token_features
 
 COSTS = [1.0, 0.15, 0.30]
@@ -152,3 +158,44 @@ def test_gradient_reaches_every_parameter(granularity):
         loss = posterior.mean[..., 0].sum() + posterior.kl_to(controller.prior_concentration).sum()
         loss.backward()
         assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in controller.parameters())
+
+
+def make_value_controller(**kwargs) -> ValueController:
+    config = make_config(controller="value", routing="hard", num_hidden_layers=2, **kwargs)
+    controller = build_controller(config, COSTS)
+    assert isinstance(controller, ValueController)
+    return controller
+
+
+def test_a_token_takes_what_is_worth_most_after_its_price():
+    controller = make_value_controller(price=0.2)
+    posterior = controller(*make_inputs())
+    assert isinstance(posterior, ValuePosterior)
+    surplus = posterior.value - 0.2 * controller.costs
+    assert torch.equal(posterior.mean.argmax(dim=-1), surplus.argmax(dim=-1))
+    torch.testing.assert_close(posterior.value.sum(dim=-1), torch.zeros(2, 5))
+
+
+def test_the_dearest_expert_goes_first_as_the_price_rises():
+    controller, inputs = make_value_controller(), make_inputs()
+    shares = []
+    for price in (-100.0, 0.0, 0.05, 100.0):
+        controller.price.fill_(price)
+        chosen = controller(*inputs).mean.argmax(dim=-1)
+        shares.append((chosen == 0).float().mean().item())
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] == 1.0
+    assert shares[-1] == 0.0
+
+
+def test_a_new_value_controller_starts_on_its_expert():
+    config = make_config(controller="value", routing="hard")
+    controller = build_controller(config, COSTS, start=2)
+    controller.mlp[-1].weight.data.zero_()
+    assert (controller(*make_inputs()).mean.argmax(dim=-1) == 2).all()
+
+
+def test_a_value_weighs_as_much_as_its_part_of_the_mean_kl():
+    by_head = make_value_controller(route_granularity="kv_head")
+    assert by_head.num_shares == 2 * 2  # layers times heads
+    assert make_value_controller().num_shares == 2

@@ -53,6 +53,7 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     }
     | DEPTH
     | BLOCKS,
+    "all, values": HARD | {"controller": "value", "price": 0.01} | THRESHOLD | BLOCKS,
     "all, prior-free, own projections": ROUTED
     | {"controller": "prior_free", "shared_projections": False, "cost_weight": 0.1}
     | THRESHOLD

@@ -21,6 +21,13 @@ EXPERT_SETS = {
     "static hybrid": {"layer_experts": [["local"], ["linear"], ["full"]]},
     "mixed": {"layer_experts": [["local"], ["full", "linear", "local"], ["linear", "local"]]},
     "prior-free": {"controller": "prior_free"},
+    "values by head": {
+        "controller": "value",
+        "price": 0.01,
+        "routing": "hard",
+        "route_granularity": "kv_head",
+        "recurrence": 2,
+    },
     "without rotation": {"use_rope": False},
     "hard": {"routing": "hard"},
     "hard, two windows": {

@@ -21,6 +21,13 @@ MODELS = {
     "hard": {"routing": "hard", **EVEN},
     "gated": {"routing": "gated", "uncertainty_threshold": 0.22},
     "prior-free": {"controller": "prior_free"},
+    "values by head": {
+        "controller": "value",
+        "price": 0.01,
+        "routing": "hard",
+        "route_granularity": "kv_head",
+        "recurrence": 2,
+    },
     "gated_full": {"routing": "hard", "experts": ("gated_full", "linear", "local"), **EVEN},
     "linear only": {"experts": ("linear",)},
     "mixed": {"layer_experts": [["local"], ["full", "linear"], ["linear", "local"]]},

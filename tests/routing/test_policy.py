@@ -12,7 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meta_attention import BayesianMetaAttentionLayer, MetaAttentionConfig, RoutingPosterior
-from meta_attention.controller import PointPosterior, Posterior, build_controller
+from meta_attention.controller import (
+    PointPosterior,
+    Posterior,
+    ValuePosterior,
+    build_controller,
+)
 from meta_attention.routing import choose_routes, policy, uncertainty_of
 
 SIGNALS = ("entropy", "mean_entropy", "margin", "mutual_information", "vacuity")
@@ -382,3 +387,50 @@ def test_routes_of_a_prefix_do_not_depend_on_what_follows(routing):
         assert torch.equal(routes.hard[:, :40], whole.hard[:, :40])
     alone = choose_routes(posterior_of(x[:, :40]), routing=routing, threshold=threshold)
     assert torch.equal(alone.expert, whole.expert[:, :40])
+
+
+def values_of(value: Tensor) -> ValuePosterior:
+    return ValuePosterior((value.detach() / 0.02).softmax(dim=-1), value)
+
+
+def test_half_of_the_routes_explore_and_any_expert_is_tried():
+    posterior = values_of(torch.tensor([0.3, 0.0, -0.3]).repeat(40, 500, 1))
+    routes = choose_routes(posterior, routing="hard", draw="explore")
+    assert routes.explored is not None
+    share = routes.explored.float().mean().item()
+    assert share == pytest.approx(policy.EXPLORED, abs=0.02)
+    tried = F.one_hot(routes.expert[routes.explored], 3).float().mean(dim=0)
+    torch.testing.assert_close(tried, torch.full((3,), 1 / 3), atol=0.02, rtol=0)
+    assert (routes.expert[~routes.explored] == 0).all()
+
+
+def test_values_learn_from_routes_that_explore_and_from_no_others():
+    value = torch.zeros(2, 50, 3, requires_grad=True)
+    routes = choose_routes(values_of(value), routing="hard", draw="explore")
+    (routes.weights * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert torch.equal(value.grad.abs().sum(dim=-1) > 0, routes.explored)
+    value.grad = None
+    evaluated = choose_routes(values_of(value), routing="hard", draw="mean")
+    (evaluated.weights * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert not value.grad.any()
+
+
+def test_a_value_becomes_the_expected_gain_of_its_expert():
+    # what each expert adds to the loss of a token, with noise: 0, -0.3 and 0.5 nats in the mean
+    torch.manual_seed(0)
+    adds = torch.tensor([0.0, -0.3, 0.5])
+    parameter = torch.zeros(3, requires_grad=True)
+    optimiser = torch.optim.SGD([parameter], lr=1.0)
+    for step in range(200):
+        optimiser.param_groups[0]["lr"] = 2.0 / (1 + step / 10)
+        value = (parameter - parameter.mean()).expand(8, 64, 3)
+        posterior = values_of(value)
+        routes = choose_routes(posterior, routing="hard", draw="explore")
+        noise = torch.randn(8, 64, 3)
+        task = (routes.weights * (adds + noise)).sum(dim=-1).mean()
+        kl = (posterior.kl_to(adds) * routes.explored).mean()
+        optimiser.zero_grad()
+        (task + kl).backward()
+        optimiser.step()
+    learnt = (parameter - parameter.mean()).detach()
+    torch.testing.assert_close(learnt, adds.mean() - adds, atol=0.03, rtol=0)

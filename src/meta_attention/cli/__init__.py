@@ -14,6 +14,7 @@ from meta_attention.cli import (
     generate,
     inspect,
     report,
+    route,
     train,
 )
 from meta_attention.errors import MetaAttentionError
@@ -36,6 +37,7 @@ app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("ablate", epilog=ablate.EXAMPLES)(ablate.ablate)
 app.command("report", epilog=report.EXAMPLES)(report.report)
 app.command("train", epilog=train.EXAMPLES)(train.train)
+app.command("route", epilog=route.EXAMPLES)(route.route)
 app.command("adapt", epilog=adapt.EXAMPLES)(adapt.adapt)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("generate", epilog=generate.EXAMPLES)(generate.generate)

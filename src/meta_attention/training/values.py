@@ -76,7 +76,10 @@ def with_values(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         routed = MetaAttentionForCausalLM(MetaAttentionConfig.from_dict(settings))
-    routed.to(model.device).to(model.dtype)  # type: ignore[arg-type, call-arg]
+    for controller in value_controllers(routed):
+        # full attention is worth something to every token, and no more to one than to another
+        nn.init.zeros_(controller.mlp[-1].weight)  # type: ignore[arg-type]
+    routed.to(model.device).to(model.dtype)  # type: ignore[arg-type]
     found = routed.load_state_dict(model.state_dict(), strict=False)
     new = [name for name in found.missing_keys if not is_of_router(name)]
     assert not new, new
@@ -148,13 +151,7 @@ def find_price(
         batches: Token ids ``[B, T]``; text that the model's users would give it.
         target_cost: Mean over tokens and routed layers, by the costs of the experts.
     """
-    controllers = value_controllers(model)
-    lowest = sum(c.costs.min().item() for c in controllers) / len(controllers)
-    if not lowest < target_cost <= 1.0:
-        raise ConfigError(
-            f"target_cost must be above {lowest:.3f}, what the cheapest experts cost, and at most "
-            f"1, got {target_cost}"
-        )
+    check_cost(model, target_cost)
 
     def cost_at(price: float) -> float:
         model.set_price(price)
@@ -172,6 +169,17 @@ def find_price(
             low = high
         model.set_price(low)
     return low
+
+
+def check_cost(model: nn.Module, target_cost: float) -> None:
+    """Raise unless the routed layers of a model with values can cost so much."""
+    controllers = value_controllers(model)
+    lowest = sum(c.costs.min().item() for c in controllers) / len(controllers)
+    if not lowest < target_cost <= 1.0:
+        raise ConfigError(
+            f"target_cost must be above {lowest:.3f}, what the cheapest experts cost, and at most "
+            f"1, got {target_cost}"
+        )
 
 
 def value_controllers(model: nn.Module) -> list[ValueController]:

@@ -1,0 +1,181 @@
+"""A trained checkpoint given routes: values are learnt, prices found, both measured on other text.
+
+Shapes: B sequences, T their length.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from meta_attention.errors import ConfigError
+from meta_attention.evaluation.flops import Flops, count_full, count_model
+from meta_attention.evaluation.perplexity import evaluating
+from meta_attention.models import MetaAttentionForCausalLM
+from meta_attention.training.corpus import Corpus
+from meta_attention.training.data import hold_out
+from meta_attention.training.packing import PackedDataset, pack
+from meta_attention.training.values import (
+    check_cost,
+    find_price,
+    learn_values,
+    value_controllers,
+    with_values,
+)
+
+# costs that a price list has, beside the one asked for
+LISTED_COSTS = (0.2, 0.3, 0.45, 0.6, 0.8)
+# tokens on which prices are found, and on which they are judged
+PRICING_TOKENS, JUDGED_TOKENS = 1 << 15, 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a model does at a price, on text that nothing was learnt from."""
+
+    target_cost: float | None  # asked for; None: the model as it was
+    price: float | None  # nats
+    loss: float  # nats a token
+    attention_flops: float
+    """Executed, as a share of full attention in all layers."""
+    routed_cost: float | None
+    """Executed in the routed layers, by the costs of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSettings:
+    """How a checkpoint is given routes.
+
+    Args:
+        target_cost: Share of full attention's cost that routed layers shall have.
+        window_size: What tokens may take in place of full attention.
+        length: Tokens of a text.
+        steps: In which values are learnt; 0: they are those of the checkpoint, which has some.
+        batch_size: Texts of a step.
+        lr: Learning rate at its highest.
+        recurrence: As of ``MetaAttentionConfig``; 0: without.
+        seed: Of new controllers, of the order of texts and of what is tried.
+    """
+
+    target_cost: float = 0.35
+    window_size: int = 64
+    length: int = 512
+    steps: int = 600
+    batch_size: int = 4
+    lr: float = 3e-3
+    recurrence: int = 3
+    seed: int = 0
+
+
+def route_checkpoint(
+    model: MetaAttentionForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Corpus,
+    settings: RouteSettings,
+    *,
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+) -> tuple[MetaAttentionForCausalLM, list[Offer]]:
+    """The model with routes, at the price of what was asked for; and its price list.
+
+    The first offer is the model as it was, the second what was asked for.
+
+    Args:
+        model: Static, some of its layers full; or one that knows values.
+        tokenizer: Its own.
+        corpus: Text like that of its users; a part of it is held out to judge.
+        settings: What to do.
+        on_step: As of :func:`learn_values`.
+    """
+    if settings.length > model.config.max_position_embeddings:
+        raise ConfigError(
+            f"length must be at most {model.config.max_position_embeddings}, the positions of the "
+            f"model, got {settings.length}"
+        )
+    learnt, judged = (pack(part, tokenizer, settings.length) for part in hold_out(corpus))
+    before = judge(model, judged, None, None)
+    routed = model
+    if model.config.controller != "value":
+        if not settings.steps:
+            raise ConfigError("steps must be above 0 where a checkpoint has no values yet")
+        routed = with_values(
+            model,
+            window_size=settings.window_size,
+            length=settings.length,
+            recurrence=settings.recurrence or None,
+            seed=settings.seed,
+        )
+    check_cost(routed, settings.target_cost)
+    device = model.device
+    if settings.steps:
+        with torch.random.fork_rng():
+            torch.manual_seed(settings.seed)
+            batches = _batches(learnt, settings.batch_size, device)
+            learn_values(routed, batches, num_steps=settings.steps, lr=settings.lr, on_step=on_step)
+    num_blocks = max(1, PRICING_TOKENS // settings.length)
+    texts = list(_blocks(learnt, num_blocks, settings.batch_size, device))
+    offers = []
+    # what was asked for comes last, so that its price stays
+    for cost in (*_possible(routed, LISTED_COSTS), settings.target_cost):
+        offers.append(judge(routed, judged, cost, find_price(routed, texts, cost)))
+    return routed, [before, offers.pop(), *offers]
+
+
+@torch.no_grad()
+def judge(
+    model: MetaAttentionForCausalLM,
+    text: PackedDataset,
+    target_cost: float | None,
+    price: float | None,
+) -> Offer:
+    """What a model does on a text, as it is."""
+    config, length = model.config, text.length
+    nats = routed = 0.0
+    executed, num_sequences = Flops(), 0
+    num_blocks = max(1, JUDGED_TOKENS // length)
+    has_choice = any(len(config.experts_of(i)) > 1 for i in range(config.num_hidden_layers))
+    with evaluating(model):
+        for ids in _blocks(text, num_blocks, 4, model.device):
+            out = model(ids, use_cache=False, output_routing=True, output_routed_cost=has_choice)
+            logits = out.logits[:, :-1].flatten(0, 1).float()
+            nats += F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
+            executed += count_model(config, out.routing_weights)
+            num_sequences += len(ids)
+            routed += out.routed_cost.item() * len(ids) if has_choice else 0.0
+    share = executed.per(num_sequences).attention / count_full(config, length).attention
+    return Offer(
+        target_cost,
+        price,
+        nats / (num_sequences * (length - 1)),
+        share,
+        routed / num_sequences if has_choice else None,
+    )
+
+
+def record_of(settings: RouteSettings, offers: Sequence[Offer]) -> dict[str, Any]:
+    """As JSON has it."""
+    return {"settings": asdict(settings), "offers": [asdict(offer) for offer in offers]}
+
+
+def _possible(model: MetaAttentionForCausalLM, costs: Sequence[float]) -> list[float]:
+    lowest = statistics.mean(c.costs.min().item() for c in value_controllers(model))
+    return [cost for cost in costs if cost > lowest]
+
+
+def _batches(text: PackedDataset, size: int, device: torch.device) -> Iterator[Tensor]:
+    """Blocks [B, T] in any order, over and over."""
+    while True:
+        order = torch.randperm(len(text))
+        order = order.repeat(-(-size // len(order)))  # where there are fewer than a batch takes
+        for chosen in order.split(size):
+            yield torch.stack([text[int(i)]["input_ids"] for i in chosen]).to(device)
+
+
+def _blocks(text: PackedDataset, number: int, size: int, device: torch.device) -> Iterator[Tensor]:
+    """The first blocks [B, T]."""
+    for chosen in torch.arange(min(number, len(text))).split(size):
+        yield torch.stack([text[int(i)]["input_ids"] for i in chosen]).to(device)

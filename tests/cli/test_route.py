@@ -1,0 +1,84 @@
+"""``meta-attention route``."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
+from meta_attention.errors import ConfigError
+
+SMALL = ("--length", 32, "--window", 4, "--steps", 3, "--max-bytes", 20000)
+
+
+@pytest.fixture
+def static(checkpoint, tmp_path) -> Path:
+    folder = tmp_path / "static"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    config = MetaAttentionConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        window_size=4,
+        layer_experts=[["local"], ["full"]],
+    )
+    torch.manual_seed(0)
+    MetaAttentionForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_static_checkpoint_gets_routes_and_then_another_price(run, static, tmp_path):
+    out, cheaper = tmp_path / "routed", tmp_path / "cheaper"
+    result = run("route", static, "--out", out, *SMALL, "--target-cost", 0.6)
+    assert result.exit_code == 0, result.output
+    assert "as it was" in result.output
+    assert "for 0.6, written" in result.output
+    record = json.loads((out / "route.json").read_text())
+    before, written = record["offers"][:2]
+    assert before["price"] is None
+    assert written["target_cost"] == 0.6
+    assert written["attention_flops"] < before["attention_flops"]
+    model = MetaAttentionForCausalLM.from_pretrained(out)
+    assert model.config.price == written["price"]
+    assert model.config.experts_of(1) == ("full", "local:4")
+
+    flags = ("--steps", 0, "--target-cost", 0.4, "--length", 32, "--max-bytes", 20000, "--json")
+    again = run("route", out, "--out", cheaper, *flags)
+    report = json.loads(again.stdout)
+    assert report["offers"][1]["price"] > written["price"]
+    other = MetaAttentionForCausalLM.from_pretrained(cheaper)
+    assert other.config.price == report["offers"][1]["price"]
+    # nothing was learnt
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(parameter, other.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--target-cost", 0.01), "target_cost must be above"),
+        (("--length", 65), "length must be at most 64"),
+        (("--steps", 0), "steps must be above 0"),
+    ],
+)
+def test_errors_come_before_anything_is_learnt_or_written(run, static, tmp_path, flags, message):
+    out = tmp_path / "routed"
+    result = run("route", static, "--out", out, *SMALL, *flags)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+    assert not out.exists()
+
+
+def test_a_folder_with_something_in_it_is_left_alone(run, static, checkpoint):
+    result = run("route", static, "--out", checkpoint, *SMALL)
+    assert "must be a new or an empty folder" in str(result.exception)
+
+
+def test_a_routed_checkpoint_has_nothing_to_learn_values_for(run, checkpoint, tmp_path):
+    result = run("route", checkpoint, "--out", tmp_path / "routed", *SMALL)
+    assert "a model whose layers are static" in str(result.exception)

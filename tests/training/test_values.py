@@ -1,0 +1,151 @@
+"""Values are learnt for a model that stays as it is, and a price is found for any cost."""
+
+import pytest
+import torch
+
+from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
+from meta_attention.errors import ConfigError, DataError
+from meta_attention.training.values import (
+    find_price,
+    is_of_router,
+    learn_values,
+    router_parameters,
+    with_values,
+)
+
+T = 32
+
+
+def make_static(**options) -> MetaAttentionForCausalLM:
+    torch.manual_seed(0)
+    fields = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "window_size": 2,
+        "max_position_embeddings": 64,
+        "layer_experts": [["local"], ["full"], ["full"]],
+        "initializer_range": 0.2,
+    }
+    return MetaAttentionForCausalLM(MetaAttentionConfig(**fields | options)).eval()
+
+
+def make_batches(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(40, (2, T), generator=generator) for _ in range(number)]
+
+
+@pytest.fixture
+def routed() -> MetaAttentionForCausalLM:
+    return with_values(make_static(), window_size=4, length=T)
+
+
+def test_a_model_with_values_says_what_it_said(routed):
+    static, (ids,) = make_static(), make_batches(1)
+    assert torch.equal(static(ids).logits, routed(ids).logits)
+    assert routed.config.experts_of(0) == ("local",)
+    assert routed.config.experts_of(1) == ("full", "local:4")
+
+
+def test_nothing_but_the_router_learns(routed):
+    before = {name: p.clone() for name, p in routed.named_parameters()}
+    rows = []
+    learn_values(
+        routed, make_batches(3), num_steps=3, on_step=lambda step, row: rows.append((step, row))
+    )
+    changed = {name for name, p in routed.named_parameters() if not torch.equal(p, before[name])}
+    assert changed
+    assert all(is_of_router(name) for name in changed)
+    assert [step for step, _ in rows] == [1, 2, 3]
+    # all as before, but for what was learnt
+    assert not routed.training
+    assert all(p.requires_grad for p in routed.parameters())
+    assert routed.config.training_weights == "mean"
+    assert routed.model.layers[1].attention.controller.price.item() == routed.config.price == 0.0
+
+
+def test_a_run_that_fails_leaves_the_model_as_it_was(routed):
+    with pytest.raises(DataError, match="a batch for each of 5 steps, got 2"):
+        learn_values(routed, make_batches(2), num_steps=5)
+    assert not routed.training
+    assert routed.config.training_weights == "mean"
+    assert all(p.requires_grad for p in routed.parameters())
+
+
+def test_a_price_is_found_for_a_cost_and_saved(routed, tmp_path):
+    learn_values(routed, make_batches(20), num_steps=20)
+    texts, costs, prices = make_batches(4), [], []
+    for target in (0.4, 0.6, 0.8):
+        prices.append(find_price(routed, texts, target))
+        outs = [routed(ids, use_cache=False, output_routed_cost=True) for ids in texts]
+        costs.append(torch.stack([out.routed_cost for out in outs]).mean().item())
+        assert costs[-1] <= target + 1e-6
+    assert costs == sorted(costs)
+    assert prices == sorted(prices, reverse=True)
+    # as close as routes of single tokens allow
+    assert costs[0] > 0.35
+    routed.set_price(prices[0])
+    routed.save_pretrained(tmp_path)
+    loaded = MetaAttentionForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.price == prices[0]
+    assert torch.equal(loaded(texts[0]).logits, routed(texts[0]).logits)
+
+
+def test_values_learn_where_full_attention_is_worth_it():
+    # the layer below can copy what stands far back only with full attention: a model that is
+    # taught nothing else than to repeat the first half of a text
+    torch.manual_seed(0)
+    static = make_static(
+        num_hidden_layers=2,
+        layer_experts=[["local"], ["full"]],
+        short_conv=3,
+        initializer_range=0.1,
+    ).train()
+
+    def repeated(number: int) -> torch.Tensor:
+        half = torch.randint(40, (number, T // 2))
+        return torch.cat([half, half], dim=1)
+
+    optimiser = torch.optim.AdamW(static.parameters(), 5e-3)
+    for _ in range(300):
+        ids = repeated(16)
+        optimiser.zero_grad()
+        static(ids, labels=ids).loss.backward()
+        optimiser.step()
+    routed = with_values(static.eval(), window_size=4, length=T, recurrence=2)
+    learn_values(routed, (repeated(16) for _ in range(100)), num_steps=100, lr=1e-2)
+    texts = [repeated(16) for _ in range(4)]
+    find_price(routed, texts, 0.75)
+    with torch.no_grad():
+        out = routed(texts[0], output_routing=True)
+        loss = routed(texts[0], labels=texts[0]).task_loss
+        full = static(texts[0], labels=texts[0]).task_loss
+    takes_full = out.routing_weights[1][..., 0].mean(dim=-1)  # [B, T], share of heads
+    new, again = takes_full[:, 5 : T // 2].mean(), takes_full[:, T // 2 + 1 :].mean()
+    assert again > new + 0.3
+    # a window for all would lose what was learnt
+    routed.set_price(10.0)
+    with torch.no_grad():
+        narrow = routed(texts[0], labels=texts[0]).task_loss
+    assert narrow > full + 0.3
+    assert loss - full < 0.2 * (narrow - full)
+
+
+def test_errors_say_what_to_do(routed):
+    with pytest.raises(ConfigError, match="a model whose layers are static, some of them full"):
+        with_values(routed, window_size=4, length=T)
+    with pytest.raises(ConfigError, match="a model whose layers are static, some of them full"):
+        with_values(make_static(layer_experts=[["local"]] * 3), window_size=4, length=T)
+    with pytest.raises(ConfigError, match=r"target_cost must be above 0\.\d+"):
+        find_price(routed, make_batches(1), 0.01)
+    with pytest.raises(ConfigError, match="num_steps must be >= 1"):
+        learn_values(routed, make_batches(1), num_steps=0)
+    for call in (lambda m: learn_values(m, [], num_steps=1), router_parameters):
+        with pytest.raises(ConfigError, match="this one has none"):
+            call(make_static())
+    with pytest.raises(ConfigError, match="a price is for controller='value'"):
+        make_static().set_price(0.1)
+    with pytest.raises(ConfigError, match="a price must be finite"):
+        routed.set_price(float("nan"))
