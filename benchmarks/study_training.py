@@ -130,7 +130,8 @@ class Training:
     def learn_values(self) -> list[dict[str, float]]:
         """What experts are worth to the model as it is, and its price; means of ten steps each."""
         scale = self.scale
-        num_steps = max(1, round(scale.value_steps * scale.steps))
+        share = scale.value_steps * self.variant.value_share
+        num_steps = max(1, round(share * scale.steps))
         torch.manual_seed(1_000_003 * (self.seed + 1) - 1)  # text that no step before has seen
         rows: list[dict[str, float]] = []
         seen: list[dict[str, float]] = []

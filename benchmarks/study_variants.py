@@ -193,6 +193,7 @@ class Variant:
         priced: Name of a static variant that is trained to its end, without a thought of routes;
             what experts are worth to it is learnt then, while it stays as it is, and the price is
             set that makes it cost what is asked for.
+        value_share: Of the scale's steps to learn values, how many it takes.
         is_rule: Nothing is learnt to choose: full attention where the last two tokens stood
             together before, beyond the middle window, and that window elsewhere.
         is_tilted: A Bayesian controller is pressed by its cost, too, and the KL keeps a small
@@ -218,6 +219,7 @@ class Variant:
     is_fixed: bool = False
     is_rule: bool = False
     priced: str | None = None
+    value_share: float = 1.0
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
     prior_strength: float = 1.0
@@ -427,6 +429,8 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     "weak": lambda v: replace(v, prior_strength=0.1),
     # controllers know whether there is something to find
     "recurrence": lambda v: replace(v, recurrence=3),
+    # values in a twentieth of the steps of a training, not in three tenths
+    "brief": lambda v: replace(v, value_share=1 / 6),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),

@@ -1,5 +1,7 @@
 """Values are learnt for a model that stays as it is, and a price is found for any cost."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ T = 32
 
 def make_static(**options) -> MetaAttentionForCausalLM:
     torch.manual_seed(0)
-    fields = {
+    fields: dict[str, Any] = {
         "vocab_size": 40,
         "hidden_size": 32,
         "num_hidden_layers": 3,
