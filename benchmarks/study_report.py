@@ -27,6 +27,7 @@ FAMILIES = {
     "bayes": ("tab:blue", "o"),
     "prior-free": ("tab:orange", "^"),
     "rule": ("tab:green", "D"),
+    "value": ("tab:red", "*"),
 }
 
 

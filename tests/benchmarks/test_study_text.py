@@ -614,3 +614,28 @@ def test_a_weak_prior_is_a_tenth_of_the_others():
         for ending in ("", "-weak")
     )
     assert (strong.prior_strength, weak.prior_strength) == (1.0, 0.1)
+
+
+def test_values_are_learnt_for_a_hybrid_that_stays_as_it_is(cache, tmp_path):
+    # sixteen windows are less than a text
+    sizes = [STEPS, "window_size=1", "length=128", "longest=128"]
+    result = study_run.run(cache, tmp_path, "value-1-5-0.45", 0, "tiny", changes=sizes)
+    hybrid = study_run.run_folder(tmp_path, "tiny", "hybrid-1-5", 0)
+    folder = study_run.run_folder(tmp_path, "tiny", "value-1-5-0.45", 0)
+    assert result["steps"] == 20
+    assert result["prices"]["value_tokens"] == 6 * 2 * 128
+    assert (
+        result["hard"]["attention_flops"]
+        < json.loads((hybrid / "result.json").read_text())["hard"]["attention_flops"]
+    )
+    assert losses(folder) == losses(hybrid)
+    routed, static = (
+        MetaAttentionForCausalLM.from_pretrained(f / "model") for f in (folder, hybrid)
+    )
+    assert routed.config.price == result["prices"]["price"]
+    weights = routed.state_dict()
+    for name, weight in static.state_dict().items():
+        assert torch.equal(weights[name], weight)
+    # values are the same whatever is asked for, and so is a run of less
+    brief = study_run.run(cache, tmp_path, "value-1-5-0.45-brief", 0, "tiny", changes=sizes)
+    assert brief["prices"]["value_tokens"] == 2 * 128
