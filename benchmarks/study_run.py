@@ -212,9 +212,12 @@ def measure_times(
     settings = json.loads((folder / CONFIG).read_text())
     scale, device = Scale.of_run(settings["settings"]), default_device()
     variant = find_variant(settings["variant"])
-    training = Training(cache, variant, scale, settings["seed"], device, compile=compile)
     trained = MetaAttentionForCausalLM.from_pretrained(folder / "model")
-    training.model.load_state_dict(trained.state_dict())
+    # where values came afterwards, its steps were those of the static model
+    stepped = variant if variant.priced is None else find_variant(variant.priced)
+    training = Training(cache, stepped, scale, settings["seed"], device, compile=compile)
+    weights = trained.state_dict()
+    training.model.load_state_dict({name: weights[name] for name in training.model.state_dict()})
     times: dict[str, Any] = {}
     model = trained.to(torch.device(device))  # type: ignore[arg-type]
     if device == "cuda":

@@ -132,7 +132,7 @@ class Training:
         scale = self.scale
         share = scale.value_steps * self.variant.value_share
         num_steps = max(1, round(share * scale.steps))
-        torch.manual_seed(1_000_003 * (self.seed + 1) - 1)  # text that no step before has seen
+        torch.manual_seed(1_000_003 * (self.seed + 1) - 1)  # of no step before
         rows: list[dict[str, float]] = []
         seen: list[dict[str, float]] = []
 
@@ -143,13 +143,24 @@ class Training:
                 rows.append({"step": step} | means)
                 seen.clear()
 
+        begin = time.perf_counter()
+        learn_values(
+            self.model,
+            (self.batch() for _ in range(num_steps)),
+            num_steps=num_steps,
+            lr=scale.value_lr,
+            autocast=torch.bfloat16 if self.device == "cuda" else None,
+            on_step=keep,
+        )
+        texts = [self.batch() for _ in range(PRICING_BATCHES)]
+        assert self.variant.target is not None
         with autocast(self.device):
-            batches = (self.batch() for _ in range(num_steps))
-            learn_values(self.model, batches, num_steps=num_steps, lr=scale.value_lr, on_step=keep)
-            texts = [self.batch() for _ in range(PRICING_BATCHES)]
-            assert self.variant.target is not None
             price = find_price(self.model, texts, self.variant.target)
-        self.prices = {"price": price, "value_tokens": num_steps * self.ids.numel()}
+        self.prices = {
+            "price": price,
+            "value_tokens": num_steps * self.ids.numel(),
+            "value_seconds": time.perf_counter() - begin,
+        }
         return rows
 
     def _groups(self) -> list[tuple[str, dict[str, Any]]]:

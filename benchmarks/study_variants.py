@@ -458,6 +458,11 @@ def base_and_endings(name: str) -> tuple[str, list[str]]:
             )
         base = base.removesuffix(f"-{ending}")
         endings.insert(0, ending)
+    allowed = {"brief"} if VARIANTS[base].priced else set(ENDINGS) - {"brief"}
+    if set(endings) - allowed:
+        raise ConfigError(
+            "-brief may follow variants that learn values, and nothing else may, got " + repr(name)
+        )
     if not VARIANTS[base].is_routed and set(endings) - set(STATIC_ENDINGS):
         raise ConfigError(
             f"variant {base} has no routes, so only {', '.join(STATIC_ENDINGS)} may follow it, got "

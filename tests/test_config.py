@@ -77,6 +77,15 @@ GATED = {"routing": "gated", "uncertainty_threshold": 0.1}
             {"controller": "value", "routing": "hard", "price": math.inf},
             "price must be finite",
         ),
+        (
+            {
+                "controller": "value",
+                "routing": "hard",
+                "training_weights": "explore",
+                "kl_weight": 0.3,
+            },
+            "must have kl_weight=1 and cost_weight=0",
+        ),
         ({"routing": "hard", "training_weights": "explore"}, "'explore' is for controller='value'"),
         ({"training_weights": "max"}, "one of mean, sample, one_hot, explore, got 'max'"),
         (

@@ -476,6 +476,11 @@ class MetaAttentionConfig(PreTrainedConfig):
                 "controller='value' must have training_weights='explore', or 'mean', which teaches "
                 f"it nothing, got {draw!r}"
             )
+        if draw == "explore" and (self.kl_weight != 1.0 or self.cost_weight != 0.0):
+            raise ConfigError(
+                "training_weights='explore' must have kl_weight=1 and cost_weight=0, or values "
+                f"would not be nats, got {self.kl_weight} and {self.cost_weight}"
+            )
 
     def _check_gate(self) -> None:
         threshold = self.uncertainty_threshold

@@ -314,7 +314,12 @@ def test_a_report_has_means_intervals_and_the_distance_to_static_variants(cache,
 
 
 @pytest.mark.parametrize(
-    "name", [*VARIANTS, *(f"bayes-all-token-0.2-{ending}" for ending in ENDINGS)]
+    "name",
+    [
+        *VARIANTS,
+        *(f"bayes-all-token-0.2-{ending}" for ending in ENDINGS if ending != "brief"),
+        "value-1-5-0.45-brief",
+    ],
 )
 def test_every_variant_is_a_model_of_every_scale(name):
     for scale in SCALES.values():
@@ -372,6 +377,12 @@ def test_endings_of_a_variant_add_up():
 @pytest.mark.parametrize("name", ["bayes-all-token-0.3", "full-sparse", "bayes-all-token-0.2-x"])
 def test_an_unknown_variant_is_refused_with_the_known_ones(name):
     with pytest.raises(ConfigError, match="variant"):
+        find_variant(name)
+
+
+@pytest.mark.parametrize("name", ["value-1-5-0.45-depth", "bayes-all-token-0.2-brief"])
+def test_endings_that_would_change_nothing_or_too_much_are_refused(name):
+    with pytest.raises(ConfigError, match="-brief may follow variants that learn values"):
         find_variant(name)
 
 

@@ -53,6 +53,10 @@ def test_a_static_checkpoint_gets_routes_and_then_another_price(run, static, tmp
     assert report["offers"][1]["price"] > written["price"]
     other = MetaAttentionForCausalLM.from_pretrained(cheaper)
     assert other.config.price == report["offers"][1]["price"]
+    assert report["offers"][0]["price"] == written["price"]
+    assert report["model"]["layer_experts"] == [["local"], ["full", "local:4"]]
+    refused = run("route", out, "--out", tmp_path / "other", *flags, "--window", 8)
+    assert "window_size must not be given" in str(refused.exception)
     # nothing was learnt
     for name, parameter in model.state_dict().items():
         assert torch.equal(parameter, other.state_dict()[name])

@@ -8,6 +8,7 @@ import torch
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.training.values import (
+    cost_range,
     find_price,
     is_of_router,
     learn_values,
@@ -135,7 +136,61 @@ def test_values_learn_where_full_attention_is_worth_it():
     assert loss - full < 0.2 * (narrow - full)
 
 
+def test_values_weigh_as_their_part_of_the_loss(routed):
+    # two layers of two heads: what is learnt is nats of a token, however many routes share it
+    ids = make_batches(1)[0]
+    values = []
+    for layer in routed.model.layers[1:]:
+        layer.attention.controller.register_forward_hook(
+            lambda module, inputs, out: (out.value.retain_grad(), values.append(out))[0]
+        )
+    routed.config.training_weights = "explore"
+    routed.train()(ids, labels=ids, use_cache=False).kl.backward()
+    assert len(values) == 2
+    for out in values:
+        assert out.num_shares == 4
+        grad = out.value.grad * ids.numel() * out.num_shares
+        explored = grad.abs().sum(dim=-1, keepdim=True) > 0
+        assert 0.3 < explored.float().mean() < 0.7
+        torch.testing.assert_close(grad, out.value.detach() * explored)
+        weighed = torch.autograd.grad(out.lesson.sum(), out.value)[0]
+        torch.testing.assert_close(weighed, torch.full_like(weighed, 1 / 4))
+
+
+def test_a_model_that_does_not_explore_teaches_its_router_nothing(routed):
+    ids = make_batches(1)[0]
+    routed.train()(ids, labels=ids).loss.backward()
+    assert all(p.grad is None for p in router_parameters(routed))
+    assert routed.get_input_embeddings().weight.grad is not None
+
+
+def test_a_price_that_cannot_be_found_leaves_the_old_one(routed):
+    routed.set_price(0.25)
+    routed.model.layers[1].attention.controller.mlp[-1].bias.data.fill_(float("nan"))
+    routed.model.layers[2].attention.controller.mlp[-1].bias.data.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="no price up to"):
+        find_price(routed, make_batches(1), 0.5)
+    assert routed.config.price == 0.25
+
+
+def test_what_passes_a_block_by_costs_nothing_there():
+    static = make_static(layer_experts=[["full"]] * 3, depth_capacity=0.5, depth_layers=(0, 1, 2))
+    lowest, highest = cost_range(with_values(static, window_size=4, length=T))
+    assert highest == pytest.approx(0.5)
+    assert 0.0 < lowest < 0.25
+
+
+def test_generation_goes_on_as_it_did():
+    static = make_static()
+    static.generation_config.temperature = 0.3
+    assert with_values(static, window_size=4, length=T).generation_config.temperature == 0.3
+
+
 def test_errors_say_what_to_do(routed):
+    with pytest.raises(ConfigError, match="shared_projections=True"):
+        with_values(make_static(shared_projections=False), window_size=4, length=T)
+    with pytest.raises(ConfigError, match="lr must be above 0"):
+        learn_values(routed, make_batches(1), num_steps=1, lr=0.0)
     with pytest.raises(ConfigError, match="a model whose layers are static, some of them full"):
         with_values(routed, window_size=4, length=T)
     with pytest.raises(ConfigError, match="a model whose layers are static, some of them full"):

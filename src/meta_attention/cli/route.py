@@ -53,8 +53,13 @@ def route(
         float, typer.Option(help="share of full attention's cost in the layers that get a choice")
     ] = 0.35,
     window: Annotated[
-        int, typer.Option(min=1, help="tokens that the window sees before a token")
-    ] = 64,
+        int | None,
+        typer.Option(
+            min=1,
+            help="tokens that the window sees before a token  [default: 64; a checkpoint that has "
+            "values keeps its own]",
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(min=2, help="tokens of a text")] = 512,
     steps: Annotated[
         int, typer.Option(min=0, help="in which values are learnt; 0: only find another price")
@@ -62,14 +67,14 @@ def route(
     batch_size: Annotated[int, typer.Option(min=1, help="texts of a step")] = 4,
     lr: Annotated[float, typer.Option(help="learning rate at its highest")] = 3e-3,
     recurrence: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
             max=8,
             help="controllers see when the last tokens were last seen, in runs of up to so many; "
-            "0: they do not",
+            "0: they do not  [default: 3, or its own]",
         ),
-    ] = 3,
+    ] = None,
     max_bytes: Annotated[int | None, typer.Option(min=1, help="of the text, only so many")] = None,
     seed: Annotated[int, typer.Option(help="of new controllers and of what they try")] = 0,
     device: DeviceOption = Device.auto,
@@ -101,7 +106,10 @@ def route(
         )
     routed.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    record = record_of(settings, offers) | {"checkpoint": str(checkpoint), "data": corpus.name}
+    record = record_of(settings, routed, offers) | {
+        "checkpoint": str(checkpoint),
+        "data": corpus.name,
+    }
     (out / "route.json").write_text(json.dumps(record, indent=2) + "\n")
     if as_json:
         print(json.dumps(record, indent=2))

@@ -50,10 +50,15 @@ class LayerOutput:
 
     @property
     def kl(self) -> Tensor:
-        """Of the posterior to the prior [B, T] in nats, zero for padding."""
+        """Of the posterior to the prior [B, T] in nats, zero for padding.
+
+        And zero where nothing is learnt: values learn from routes that explore.
+        """
         kl = self.posterior.kl_to(self.prior_concentration)
-        explored = self.routes.explored
-        return self._of_tokens(kl if explored is None else kl * explored)
+        if self.posterior.learns_by_exploring:
+            explored = self.routes.explored
+            kl = torch.zeros_like(kl) if explored is None else kl * explored
+        return self._of_tokens(kl)
 
     @property
     def projected_cost(self) -> Tensor:

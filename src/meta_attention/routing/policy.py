@@ -72,6 +72,8 @@ def choose_routes(
             largest. ``"sample"``: weights drawn from the posterior; a hard route takes the largest
             of these: Thompson sampling. ``"one_hot"``: a hard route takes one expert drawn with
             the expected weights as probabilities; soft tokens take the expected weights.
+            ``"explore"``: a share ``EXPLORED`` of hard routes takes any expert, the others the
+            largest; only the former teach.
         gradient: How a hard route teaches the controller, as above.
         signal: Uncertainty that gates; see :func:`uncertainty_of`.
         threshold: The paper's eta. Raising it makes tokens hard, lowering it makes them soft.
@@ -83,14 +85,13 @@ def choose_routes(
 
     expert = draw_expert(belief) if draw == "one_hot" else weights.argmax(dim=-1)
     explored = None
-    if posterior.learns_by_exploring:
-        explored = torch.zeros_like(expert, dtype=torch.bool)
     if draw == "explore":
         explored = torch.rand(expert.shape, device=expert.device) < EXPLORED
         expert = torch.where(explored, torch.randint_like(expert, weights.shape[-1]), expert)
     chosen = torch.zeros_like(weights).scatter_(-1, expert.unsqueeze(-1), 1.0)
     lesson = posterior.lesson
-    if lesson.requires_grad:
+    teaches = explored is not None or not posterior.learns_by_exploring
+    if teaches and lesson.requires_grad:
         # zero, with the gradient of the belief: added first, so that one and zero stay exact
         carrier = lesson - lesson.detach()
         if explored is not None:

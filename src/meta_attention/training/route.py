@@ -3,7 +3,6 @@
 Shapes: B sequences, T their length.
 """
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,14 +21,15 @@ from meta_attention.training.data import hold_out
 from meta_attention.training.packing import PackedDataset, pack
 from meta_attention.training.values import (
     check_cost,
+    cost_range,
     find_price,
     learn_values,
-    value_controllers,
     with_values,
 )
 
 # costs that a price list has, beside the one asked for
 LISTED_COSTS = (0.2, 0.3, 0.45, 0.6, 0.8)
+WINDOW_SIZE, RECURRENCE = 64, 3
 # tokens on which prices are found, and on which they are judged
 PRICING_TOKENS, JUDGED_TOKENS = 1 << 15, 1 << 16
 
@@ -53,22 +53,23 @@ class RouteSettings:
 
     Args:
         target_cost: Share of full attention's cost that routed layers shall have.
-        window_size: What tokens may take in place of full attention.
+        window_size: What tokens may take in place of full attention; None: 64, or as the
+            checkpoint has it.
         length: Tokens of a text.
         steps: In which values are learnt; 0: they are those of the checkpoint, which has some.
         batch_size: Texts of a step.
         lr: Learning rate at its highest.
-        recurrence: As of ``MetaAttentionConfig``; 0: without.
+        recurrence: As of ``MetaAttentionConfig``, 0: without; None: 3, or as the checkpoint has it.
         seed: Of new controllers, of the order of texts and of what is tried.
     """
 
     target_cost: float = 0.35
-    window_size: int = 64
+    window_size: int | None = None
     length: int = 512
     steps: int = 600
     batch_size: int = 4
     lr: float = 3e-3
-    recurrence: int = 3
+    recurrence: int | None = None
     seed: int = 0
 
 
@@ -97,19 +98,24 @@ def route_checkpoint(
             f"model, got {settings.length}"
         )
     learnt, judged = (pack(part, tokenizer, settings.length) for part in hold_out(corpus))
-    before = judge(model, judged, None, None)
     routed = model
-    if model.config.controller != "value":
+    if model.config.controller == "value":
+        for name in ("window_size", "recurrence"):
+            if getattr(settings, name) is not None:
+                raise ConfigError(f"{name} must not be given where a checkpoint has values already")
+    else:
         if not settings.steps:
             raise ConfigError("steps must be above 0 where a checkpoint has no values yet")
         routed = with_values(
             model,
-            window_size=settings.window_size,
+            window_size=settings.window_size or WINDOW_SIZE,
             length=settings.length,
-            recurrence=settings.recurrence or None,
+            recurrence=RECURRENCE if settings.recurrence is None else settings.recurrence or None,
             seed=settings.seed,
         )
     check_cost(routed, settings.target_cost)
+    price = model.config.price if model.config.controller == "value" else None
+    before = judge(model, judged, None, price)
     device = model.device
     if settings.steps:
         with torch.random.fork_rng():
@@ -156,14 +162,23 @@ def judge(
     )
 
 
-def record_of(settings: RouteSettings, offers: Sequence[Offer]) -> dict[str, Any]:
-    """As JSON has it."""
-    return {"settings": asdict(settings), "offers": [asdict(offer) for offer in offers]}
+def record_of(
+    settings: RouteSettings, model: MetaAttentionForCausalLM, offers: Sequence[Offer]
+) -> dict[str, Any]:
+    """As JSON has it: what was asked for, what the model is, and what it does at each price."""
+    config = model.config
+    layers = [list(config.experts_of(index)) for index in range(config.num_hidden_layers)]
+    routed = {"layer_experts": layers, "recurrence": config.recurrence, "price": config.price}
+    return {
+        "settings": asdict(settings),
+        "model": routed | {"cost_length": config.cost_length},
+        "offers": [asdict(offer) for offer in offers],
+    }
 
 
 def _possible(model: MetaAttentionForCausalLM, costs: Sequence[float]) -> list[float]:
-    lowest = statistics.mean(c.costs.min().item() for c in value_controllers(model))
-    return [cost for cost in costs if cost > lowest]
+    lowest, highest = cost_range(model)
+    return [cost for cost in costs if lowest < cost <= highest]
 
 
 def _batches(text: PackedDataset, size: int, device: torch.device) -> Iterator[Tensor]:
@@ -176,6 +191,6 @@ def _batches(text: PackedDataset, size: int, device: torch.device) -> Iterator[T
 
 
 def _blocks(text: PackedDataset, number: int, size: int, device: torch.device) -> Iterator[Tensor]:
-    """The first blocks [B, T]."""
-    for chosen in torch.arange(min(number, len(text))).split(size):
+    """So many blocks [B, T] from all over the text."""
+    for chosen in torch.linspace(0, len(text) - 1, min(number, len(text))).long().split(size):
         yield torch.stack([text[int(i)]["input_ids"] for i in chosen]).to(device)

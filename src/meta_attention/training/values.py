@@ -8,6 +8,7 @@ then spends is for a price to say, which can be found for any cost, and changed 
 Shapes: B sequences, T their length.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,11 @@ def with_values(
             "values are for a model whose layers are static, some of them full, got "
             f"{', '.join('+'.join(experts) for experts in dict.fromkeys(layers))}"
         )
+    if not config.shared_projections:
+        raise ConfigError(
+            "values are for a model with shared_projections=True: experts with projections of "
+            "their own have none yet for the window"
+        )
     settings = config.to_dict() | {
         "layer_experts": [
             ["full", f"local:{window_size}"] if experts == ("full",) else list(experts)
@@ -69,11 +75,13 @@ def with_values(
         "start_expert": "full",
         "routing": "hard",
         "route_gradient": "all",
-        "route_granularity": "kv_head" if config.shared_projections else "token",
+        "route_granularity": "kv_head",
         "training_weights": "mean",
+        "kl_weight": 1.0,
+        "cost_weight": 0.0,
         "uncertainty_threshold": None,
     }
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
         routed = MetaAttentionForCausalLM(MetaAttentionConfig.from_dict(settings))
     for controller in value_controllers(routed):
@@ -84,6 +92,7 @@ def with_values(
     new = [name for name in found.missing_keys if not is_of_router(name)]
     assert not new, new
     assert not found.unexpected_keys, found.unexpected_keys
+    routed.generation_config = copy.deepcopy(model.generation_config)
     return routed.train(model.training)
 
 
@@ -98,6 +107,7 @@ def learn_values(
     *,
     num_steps: int,
     lr: float = 3e-3,
+    autocast: torch.dtype | None = None,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> None:
     """Teach controllers what experts are worth to a model that stays as it is.
@@ -109,12 +119,15 @@ def learn_values(
         batches: Token ids ``[B, T]``, one for each step.
         num_steps: How many of them to take.
         lr: Learning rate at its highest, after a short rise; it then falls to 0 as a cosine.
+        autocast: Precision of the model's forward pass; None: that of its weights.
         on_step: Called after every step with its number and its figures: ``loss`` with the routes
             that were tried, and ``kl``, half the squares of the values.
     """
     parameters = router_parameters(model)
     if num_steps < 1:
         raise ConfigError(f"num_steps must be >= 1, got {num_steps}")
+    if not 0.0 < lr < math.inf:
+        raise ConfigError(f"lr must be above 0 and finite, got {lr}")
     optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
     warmup = max(1, round(WARMUP * num_steps))
     done = 0
@@ -126,14 +139,18 @@ def learn_values(
             rate = min(1.0, (done + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
             for group in optimiser.param_groups:
                 group["lr"] = lr * rate
-            out = model(ids, labels=ids, use_cache=False)
+            with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
+                out = model(ids, labels=ids, use_cache=False)
+            figures = {"loss": out.task_loss.item(), "kl": out.kl.item()}
+            if not math.isfinite(sum(figures.values())):
+                raise ConfigError(f"loss and values must be finite, got {figures}; lower the lr")
             optimiser.zero_grad(set_to_none=True)
             (out.task_loss + out.kl).backward()
             nn.utils.clip_grad_norm_(parameters, MAX_NORM)
             optimiser.step()
             done += 1
             if on_step is not None:
-                on_step(done, {"loss": out.task_loss.item(), "kl": out.kl.item()})
+                on_step(done, figures)
     if done < num_steps:
         raise DataError(f"there must be a batch for each of {num_steps} steps, got {done}")
 
@@ -152,34 +169,56 @@ def find_price(
         target_cost: Mean over tokens and routed layers, by the costs of the experts.
     """
     check_cost(model, target_cost)
+    before = model.config.price
+    num_tokens = sum(ids.numel() for ids in batches)
 
     def cost_at(price: float) -> float:
         model.set_price(price)
-        costs = [
-            model(ids, use_cache=False, output_routed_cost=True).routed_cost for ids in batches
-        ]
-        return torch.stack(costs).mean().item()
+        outs = ((ids, model(ids, use_cache=False, output_routed_cost=True)) for ids in batches)
+        return sum(out.routed_cost.item() * ids.numel() for ids, out in outs) / num_tokens
 
-    with evaluating(model):
-        low, high = 0.0, DEAREST
-        if cost_at(low) > target_cost:
-            for _ in range(BISECTIONS):
-                middle = 0.5 * (low + high)
-                low, high = (middle, high) if cost_at(middle) > target_cost else (low, middle)
-            low = high
-        model.set_price(low)
+    try:
+        with evaluating(model):
+            low, high = 0.0, DEAREST
+            cost = cost_at(low)
+            if cost > target_cost:
+                for _ in range(BISECTIONS):
+                    middle = 0.5 * (low + high)
+                    low, high = (middle, high) if cost_at(middle) > target_cost else (low, middle)
+                low, cost = high, cost_at(high)
+            if not cost <= target_cost:
+                raise ConfigError(
+                    f"no price up to {DEAREST} nats makes routes cost {target_cost}: are all "
+                    "values finite?"
+                )
+    except BaseException:
+        model.set_price(before)
+        raise
     return low
 
 
-def check_cost(model: nn.Module, target_cost: float) -> None:
+def check_cost(model: MetaAttentionForCausalLM, target_cost: float) -> None:
     """Raise unless the routed layers of a model with values can cost so much."""
-    controllers = value_controllers(model)
-    lowest = sum(c.costs.min().item() for c in controllers) / len(controllers)
-    if not lowest < target_cost <= 1.0:
+    lowest, highest = cost_range(model)
+    if not lowest < target_cost <= highest:
         raise ConfigError(
             f"target_cost must be above {lowest:.3f}, what the cheapest experts cost, and at most "
-            f"1, got {target_cost}"
+            f"{highest:g}, got {target_cost}"
         )
+
+
+def cost_range(model: MetaAttentionForCausalLM) -> tuple[float, float]:
+    """The least and the most that routed layers of a model with values can cost."""
+    config, ends = model.config, []
+    value_controllers(model)
+    for index, block in enumerate(model.model.layers):
+        controller = block.attention.controller
+        if isinstance(controller, ValueController):
+            # who passes a block by costs nothing there
+            share = (config.depth_capacity or 1.0) if config.may_skip(index) else 1.0
+            ends.append((share * controller.costs.min(), share * controller.costs.max()))
+    lowest, highest = torch.tensor(ends).mean(dim=0).tolist()
+    return lowest, highest
 
 
 def value_controllers(model: nn.Module) -> list[ValueController]:
