@@ -9,8 +9,15 @@ from transformers import AutoTokenizer
 
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError
+from meta_attention.training import route
 
 SMALL = ("--length", 32, "--window", 4, "--steps", 3, "--max-bytes", 20000)
+
+
+@pytest.fixture(autouse=True)
+def little_text(monkeypatch):
+    monkeypatch.setattr(route, "PRICING_TOKENS", 1024)
+    monkeypatch.setattr(route, "JUDGED_TOKENS", 1024)
 
 
 @pytest.fixture

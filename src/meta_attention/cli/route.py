@@ -56,11 +56,14 @@ def route(
         int | None,
         typer.Option(
             min=1,
-            help="tokens that the window sees before a token  [default: 64; a checkpoint that has "
-            "values keeps its own]",
+            help="tokens that the window sees before a token  [default: an eighth of --length; a "
+            "checkpoint that has values keeps its own]",
         ),
     ] = None,
-    length: Annotated[int, typer.Option(min=2, help="tokens of a text")] = 512,
+    length: Annotated[
+        int | None,
+        typer.Option(min=2, help="tokens of a text  [default: 512, or what the model can take]"),
+    ] = None,
     steps: Annotated[
         int, typer.Option(min=0, help="in which values are learnt; 0: only find another price")
     ] = 600,

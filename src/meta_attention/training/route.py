@@ -29,7 +29,9 @@ from meta_attention.training.values import (
 
 # costs that a price list has, beside the one asked for
 LISTED_COSTS = (0.2, 0.3, 0.45, 0.6, 0.8)
-WINDOW_SIZE, RECURRENCE = 64, 3
+LENGTH, WINDOW_SHARE, RECURRENCE = 512, 8, 3
+# share by which a cost may be below what was asked for
+TOLERANCE = 0.005
 # tokens on which prices are found, and on which they are judged
 PRICING_TOKENS, JUDGED_TOKENS = 1 << 15, 1 << 16
 
@@ -53,9 +55,9 @@ class RouteSettings:
 
     Args:
         target_cost: Share of full attention's cost that routed layers shall have.
-        window_size: What tokens may take in place of full attention; None: 64, or as the
-            checkpoint has it.
-        length: Tokens of a text.
+        window_size: What tokens may take in place of full attention; None: an eighth of the length,
+            or as the checkpoint has it.
+        length: Tokens of a text; None: 512, or what the model can take.
         steps: In which values are learnt; 0: they are those of the checkpoint, which has some.
         batch_size: Texts of a step.
         lr: Learning rate at its highest.
@@ -65,7 +67,7 @@ class RouteSettings:
 
     target_cost: float = 0.35
     window_size: int | None = None
-    length: int = 512
+    length: int | None = None
     steps: int = 600
     batch_size: int = 4
     lr: float = 3e-3
@@ -92,12 +94,13 @@ def route_checkpoint(
         settings: What to do.
         on_step: As of :func:`learn_values`.
     """
-    if settings.length > model.config.max_position_embeddings:
+    longest = model.config.max_position_embeddings
+    length = settings.length or min(LENGTH, longest)
+    if length > longest:
         raise ConfigError(
-            f"length must be at most {model.config.max_position_embeddings}, the positions of the "
-            f"model, got {settings.length}"
+            f"length must be at most {longest}, the positions of the model, got {length}"
         )
-    learnt, judged = (pack(part, tokenizer, settings.length) for part in hold_out(corpus))
+    learnt, judged = (pack(part, tokenizer, length) for part in hold_out(corpus))
     routed = model
     if model.config.controller == "value":
         for name in ("window_size", "recurrence"):
@@ -108,8 +111,8 @@ def route_checkpoint(
             raise ConfigError("steps must be above 0 where a checkpoint has no values yet")
         routed = with_values(
             model,
-            window_size=settings.window_size or WINDOW_SIZE,
-            length=settings.length,
+            window_size=settings.window_size or max(1, length // WINDOW_SHARE),
+            length=length,
             recurrence=RECURRENCE if settings.recurrence is None else settings.recurrence or None,
             seed=settings.seed,
         )
@@ -122,12 +125,14 @@ def route_checkpoint(
             torch.manual_seed(settings.seed)
             batches = _batches(learnt, settings.batch_size, device)
             learn_values(routed, batches, num_steps=settings.steps, lr=settings.lr, on_step=on_step)
-    num_blocks = max(1, PRICING_TOKENS // settings.length)
+    num_blocks = max(1, PRICING_TOKENS // length)
     texts = list(_blocks(learnt, num_blocks, settings.batch_size, device))
     offers = []
     # what was asked for comes last, so that its price stays
     for cost in (*_possible(routed, LISTED_COSTS), settings.target_cost):
-        offers.append(judge(routed, judged, cost, find_price(routed, texts, cost)))
+        offers.append(
+            judge(routed, judged, cost, find_price(routed, texts, cost, tolerance=TOLERANCE))
+        )
     return routed, [before, offers.pop(), *offers]
 
 

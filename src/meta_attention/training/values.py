@@ -157,7 +157,11 @@ def learn_values(
 
 @torch.no_grad()
 def find_price(
-    model: MetaAttentionForCausalLM, batches: Sequence[Tensor], target_cost: float
+    model: MetaAttentionForCausalLM,
+    batches: Sequence[Tensor],
+    target_cost: float,
+    *,
+    tolerance: float = 0.0,
 ) -> float:
     """Set the price at which routed layers cost a share of full attention's; that price.
 
@@ -167,6 +171,7 @@ def find_price(
         model: With values.
         batches: Token ids ``[B, T]``; text that the model's users would give it.
         target_cost: Mean over tokens and routed layers, by the costs of the experts.
+        tolerance: Share of it by which the cost may be below, to end the search sooner.
     """
     check_cost(model, target_cost)
     before = model.config.price
@@ -184,7 +189,10 @@ def find_price(
             if cost > target_cost:
                 for _ in range(BISECTIONS):
                     middle = 0.5 * (low + high)
-                    low, high = (middle, high) if cost_at(middle) > target_cost else (low, middle)
+                    cost = cost_at(middle)
+                    low, high = (middle, high) if cost > target_cost else (low, middle)
+                    if (1.0 - tolerance) * target_cost <= cost <= target_cost:
+                        break
                 low, cost = high, cost_at(high)
             if not cost <= target_cost:
                 raise ConfigError(
