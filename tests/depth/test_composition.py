@@ -305,6 +305,8 @@ def learns(name: str, gradient: torch.Tensor) -> bool:
 @EACH
 def test_a_step_of_training_reaches_everything_and_lowers_the_loss(composition):
     model, ids = make_model(composition).train(), draw_tokens()
+    if model.config.controller == "value":
+        model.config.training_weights = "explore"  # or nothing is learnt of values
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(4):

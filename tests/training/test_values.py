@@ -206,3 +206,16 @@ def test_errors_say_what_to_do(routed):
         make_static().set_price(0.1)
     with pytest.raises(ConfigError, match="a price must be finite"):
         routed.set_price(float("nan"))
+
+
+@pytest.mark.gpu
+def test_values_are_learnt_on_a_gpu_in_half_precision():
+    routed = with_values(make_static(head_dim=32).to("cuda"), window_size=4, length=T)
+    batches = [ids.cuda() for ids in make_batches(8)]
+    learn_values(routed, batches, num_steps=8, autocast=torch.bfloat16)
+    price = find_price(routed, batches, 0.6)
+    assert price > 0.0
+    with torch.no_grad():
+        out = routed(batches[0], use_cache=False, output_routed_cost=True)
+    assert out.routed_cost.item() < 1.0
+    assert all(p.dtype == torch.float32 for p in router_parameters(routed))
