@@ -278,9 +278,8 @@ def _families(rows: Sequence[Row]) -> dict[str, list[Row]]:
         family = "static"
         if row["is_routed"]:
             variant = find_variant(row["variant"])
-            is_prior_free = variant.controller == "prior_free"
-            family = "prior-free" if is_prior_free else "bayes"
-            family = "rule" if variant.is_rule else family
+            names = {"prior_free": "prior-free", "bayesian": "bayes", "value": "value"}
+            family = "rule" if variant.is_rule else names[variant.controller]
         found.setdefault(family, []).append(row)
     return found
 
