@@ -351,7 +351,7 @@ ROUTED_PATTERNS = {
 def _priced(
     base: str, target: float, granularity: RouteGranularity = "kv_head", recurrence: int | None = 3
 ) -> Variant:
-    pattern = {"hybrid-1-5": HYBRID, "hybrid-1-1": "LF", "full": "F"}[base].replace("F", "V")
+    pattern = {"hybrid-1-5": HYBRID, "hybrid-1-1": "LF"}[base].replace("F", "V")
     return Variant(
         pattern, "value", target, granularity, draw="mean", priced=base, recurrence=recurrence
     )
@@ -398,8 +398,6 @@ VARIANTS: dict[str, Variant] = {
     "value-1-5-token-0.45": _priced("hybrid-1-5", 0.45, "token"),
     "value-1-5-0.45-unseen": _priced("hybrid-1-5", 0.45, recurrence=None),
     "value-1-1-0.35": _priced("hybrid-1-1", 0.35),
-    "value-1-1-0.45": _priced("hybrid-1-1", 0.45),
-    "value-full-0.35": _priced("full", 0.35),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
         ROUTED_PATTERNS[where], target=target, granularity=granularity

@@ -24,15 +24,8 @@ def little_text(monkeypatch):
 def static(checkpoint, tmp_path) -> Path:
     folder = tmp_path / "static"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    config = MetaAttentionConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        window_size=4,
-        layer_experts=[["local"], ["full"]],
-    )
+    experts = [["local"], ["full"]]
+    config = MetaAttentionConfig.from_pretrained(checkpoint, layer_experts=experts)
     torch.manual_seed(0)
     MetaAttentionForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -204,7 +204,7 @@ def test_errors_say_what_to_do(routed):
             call(make_static())
     with pytest.raises(ConfigError, match="a price is for controller='value'"):
         make_static().set_price(0.1)
-    with pytest.raises(ConfigError, match="a price must be finite"):
+    with pytest.raises(ConfigError, match="price must be finite"):
         routed.set_price(float("nan"))
 
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\b
 examples:
-  meta-attention train --layers 6 --layer-experts "local*3,full,local*2" --target-cost 0 \
-    --out runs/hybrid
+  meta-attention train --layers 6 --layer-experts "local*3,full,local*2" --target-cost 0 \\
+      --out runs/hybrid
   meta-attention route runs/hybrid --target-cost 0.35 --out runs/routed
   meta-attention route runs/hybrid --data code/ --window 64 --length 2048 --out runs/routed
-  meta-attention route runs/routed --steps 0 --target-cost 0.2 --out runs/cheaper
+  meta-attention route runs/routed --steps 0 --target-cost 0.3 --out runs/cheaper
   meta-attention generate runs/routed --prompt "The if statement"
 
 \b

@@ -9,6 +9,7 @@ Shapes: B batch, T sequence, E experts, G key-value heads where each has a route
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Controller(KeepFloat32):
     costs: Tensor  # [E]
     prior_concentration: Tensor  # [E]
     uncertainty_threshold: Tensor  # []
+    price: Tensor  # [], nats for the cost of full attention; 0 but for controllers of values
     groups: tuple[int, ...] = ()  # axes of a token's routes: none, or (G,)
 
     def __init__(
@@ -69,12 +71,15 @@ class Controller(KeepFloat32):
         # a tensor, so that a schedule can move it without compiling anew
         threshold = torch.tensor(config.uncertainty_threshold or 0.0, dtype=torch.float32)
         self.register_buffer("uncertainty_threshold", threshold, persistent=False)
+        price = torch.tensor(config.price, dtype=torch.float32)
+        self.register_buffer("price", price, persistent=False)
 
     def reset_buffers(self) -> None:
         """Fill the buffers anew, after the module was built without memory of its own."""
         self.costs.copy_(torch.tensor(self._costs))
         self.prior_concentration.copy_(compute_aware_prior(self._costs, **self._prior))
         self.uncertainty_threshold.fill_(self.config.uncertainty_threshold or 0.0)
+        self.price.fill_(self.config.price)
 
     @property
     def prior_strength(self) -> float:
@@ -201,26 +206,12 @@ class ValueController(MLPController):
         costs: Cost of each expert relative to full attention, in (0, 1].
     """
 
-    price: Tensor  # [], nats for the cost of full attention
-
-    def __init__(
-        self,
-        config: MetaAttentionConfig,
-        costs: Sequence[float],
-        start: int | None = None,
-        *,
-        layer_idx: int = 0,
-    ) -> None:
-        super().__init__(config, costs, start, layer_idx=layer_idx)
-        layers = range(config.num_hidden_layers)
-        num_routed = sum(len(config.experts_of(index)) > 1 for index in layers)
-        self.num_shares = num_routed * math.prod(self.groups)
-        price = torch.tensor(config.price, dtype=torch.float32)
-        self.register_buffer("price", price, persistent=False)
-
-    def reset_buffers(self) -> None:
-        super().reset_buffers()
-        self.price.fill_(self.config.price)
+    @cached_property
+    def num_shares(self) -> int:
+        """The routes that a model's mean KL is taken over: heads times routed layers."""
+        layers = range(self.config.num_hidden_layers)
+        num_routed = sum(len(self.config.experts_of(index)) > 1 for index in layers)
+        return num_routed * math.prod(self.groups)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> ValuePosterior:
         logits = self.logits(x, position_ids)

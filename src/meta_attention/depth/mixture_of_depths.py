@@ -280,15 +280,15 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
         posterior: Posterior
         given = None if attended is None else attended.posterior
         is_point = self.attention.config.controller != "bayesian" and len(costs) > 1
-        if isinstance(given, ValuePosterior):
+        if isinstance(given, PointPosterior) or (given is None and is_point):
             mean = spread(lambda out: out.posterior.mean, torch.full_like(prior, 1 / len(costs)))
-            value = spread(
-                lambda out: cast(ValuePosterior, out.posterior).value, torch.zeros_like(prior)
-            )
-            posterior = ValuePosterior(mean, value, given.num_shares)
-        elif isinstance(given, PointPosterior) or (given is None and is_point):
-            mean = spread(lambda out: out.posterior.mean, torch.full_like(prior, 1 / len(costs)))
-            posterior = (PointPosterior if given is None else type(given))(mean)
+            if isinstance(given, ValuePosterior):
+                value = spread(
+                    lambda out: cast(ValuePosterior, out.posterior).value, torch.zeros_like(prior)
+                )
+                posterior = ValuePosterior(mean, value, given.num_shares)
+            else:
+                posterior = (PointPosterior if given is None else type(given))(mean)
         else:
             posterior = RoutingPosterior(
                 spread(lambda out: cast(RoutingPosterior, out.posterior).concentration, prior)
@@ -300,9 +300,7 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
         routes = Routes(
             spread(lambda out: out.routes.weights, torch.zeros_like(costs)),
             spread(lambda out: out.routes.hard, nobody),
-            None
-            if explored is None
-            else spread(lambda out: cast(Tensor, out.routes.explored), nobody),
+            explored,
         )
         return DepthOutput(
             output,

@@ -137,10 +137,7 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
             raise ConfigError(
                 f"a threshold is for routing='gated', got routing={self.config.routing!r}"
             )
-        if not math.isfinite(threshold):
-            raise ConfigError(f"a threshold must be finite, got {threshold}")
-        self.config.uncertainty_threshold = threshold
-        self._reset_controllers()
+        self._set_in_controllers("uncertainty_threshold", threshold)
 
     def set_price(self, price: float) -> None:
         """Let full attention cost so many nats in all layers from now on; saved with the config."""
@@ -148,12 +145,12 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
             raise ConfigError(
                 f"a price is for controller='value', got controller={self.config.controller!r}"
             )
-        if not math.isfinite(price):
-            raise ConfigError(f"a price must be finite, got {price}")
-        self.config.price = price
-        self._reset_controllers()
+        self._set_in_controllers("price", price)
 
-    def _reset_controllers(self) -> None:
+    def _set_in_controllers(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise ConfigError(f"{name} must be finite, got {value}")
+        setattr(self.config, name, value)
         for module in self.modules():
             if isinstance(module, Controller):
                 module.reset_buffers()

@@ -129,7 +129,8 @@ def route_checkpoint(
     texts = list(_blocks(learnt, num_blocks, settings.batch_size, device))
     offers = []
     # what was asked for comes last, so that its price stays
-    for cost in (*_possible(routed, LISTED_COSTS), settings.target_cost):
+    others = [cost for cost in LISTED_COSTS if cost != settings.target_cost]
+    for cost in (*_possible(routed, others), settings.target_cost):
         offers.append(
             judge(routed, judged, cost, find_price(routed, texts, cost, tolerance=TOLERANCE))
         )
