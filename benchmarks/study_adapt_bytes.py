@@ -75,6 +75,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neither": {"hold": 0.0, "argmax_from": 1.0},
     "target 0.15": {"target_cost": 0.15},
     "target 0.4": {"target_cost": 0.4},
+    # not pressed: what experts are worth is learnt, and the price found for each of three costs
+    "by value": {"controller": "value"},
+    "by value, 900 steps": {"controller": "value", "steps": 900},
+    # all values told apart by their difference
+    "by value, no scale": {"controller": "value", "value_scale": None},
+    "by value, fine scale": {"controller": "value", "value_scale": 0.001},
 }
 ROUTING: dict[str, Any] = {
     "length": LENGTH,

@@ -18,7 +18,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def run(
         if run(*base, changes=changes, device=device, compile=compile, stop_at=stop_at) is None:
             return None
         learn_values_of(training, run_folder(runs, scale_name, variant.priced, seed), folder)
+        training.set_price()
     elif (folder / CHECKPOINT).exists():
         training.load(folder / CHECKPOINT)
         _say(f"going on after step {training.steps_done}")
@@ -119,14 +120,32 @@ def run(
 
 
 def learn_values_of(training: Training, base: Path, folder: Path) -> None:
-    """Values of a static model that is done, and the price of what is asked for."""
-    static = MetaAttentionForCausalLM.from_pretrained(base / "model").state_dict()
-    training.take(static)
+    """Values of a static model that is done; they are the same whatever routes shall cost."""
     shutil.copy(base / METRICS, folder / METRICS)
     figures = json.loads((base / RESULT).read_text())
     training.steps_done, training.seconds = figures["steps"], figures["seconds"]
-    rows = training.learn_values()
-    (folder / VALUES).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    other = _same_but_for_its_target(training.variant, folder)
+    if other is None:
+        training.take(MetaAttentionForCausalLM.from_pretrained(base / "model").state_dict())
+        rows = training.learn_values()
+        (folder / VALUES).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        _say(f"with the values of {other.name}")
+        training.take(MetaAttentionForCausalLM.from_pretrained(other / "model").state_dict())
+        training.prices = json.loads((other / RESULT).read_text())["prices"]
+        shutil.copy(other / VALUES, folder / VALUES)
+
+
+def _same_but_for_its_target(variant: Variant, folder: Path) -> Path | None:
+    """A finished run beside one, of the same settings and seed."""
+    mine = json.loads((folder / CONFIG).read_text())
+    for path in sorted(folder.parent.glob(f"*/{RESULT}")):
+        theirs = json.loads((path.parent / CONFIG).read_text())
+        routing = Variant.of_run(theirs["routing"])
+        is_same = all(theirs[name] == mine[name] for name in ("seed", "scale", "settings", "text"))
+        if is_same and replace(routing, target=variant.target) == variant:
+            return path.parent
+    return None
 
 
 def _check_same(folder: Path, settings: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ class Training:
         assert not found.unexpected_keys, found.unexpected_keys
 
     def learn_values(self) -> list[dict[str, float]]:
-        """What experts are worth to the model as it is, and its price; means of ten steps each."""
+        """What experts are worth to the model as it is; means of ten steps each."""
         scale = self.scale
         share = scale.value_steps * self.variant.value_share
         num_steps = max(1, round(share * scale.steps))
@@ -152,16 +152,21 @@ class Training:
             autocast=torch.bfloat16 if self.device == "cuda" else None,
             on_step=keep,
         )
-        texts = [self.batch() for _ in range(PRICING_BATCHES)]
-        assert self.variant.target is not None
-        with autocast(self.device):
-            price = find_price(self.model, texts, self.variant.target)
         self.prices = {
-            "price": price,
             "value_tokens": num_steps * self.ids.numel(),
             "value_seconds": time.perf_counter() - begin,
         }
         return rows
+
+    def set_price(self) -> None:
+        """The price at which routes cost what is asked for."""
+        torch.manual_seed(1_000_003 * (self.seed + 1) - 2)  # as of no step, whatever came before
+        texts = [self.batch() for _ in range(PRICING_BATCHES)]
+        assert self.variant.target is not None
+        assert self.prices is not None
+        with autocast(self.device):
+            price = find_price(self.model, texts, self.variant.target)
+        self.prices = self.prices | {"price": price}
 
     def _groups(self) -> list[tuple[str, dict[str, Any]]]:
         """Parameters that learn alike, and the knob of their learning rate."""

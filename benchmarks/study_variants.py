@@ -194,6 +194,7 @@ class Variant:
             what experts are worth to it is learnt then, while it stays as it is, and the price is
             set that makes it cost what is asked for.
         value_share: Of the scale's steps to learn values, how many it takes.
+        value_scale: Nats above which values are told apart in relation to their size.
         is_rule: Nothing is learnt to choose: full attention where the last two tokens stood
             together before, beyond the middle window, and that window elsewhere.
         is_tilted: A Bayesian controller is pressed by its cost, too, and the KL keeps a small
@@ -220,6 +221,7 @@ class Variant:
     is_rule: bool = False
     priced: str | None = None
     value_share: float = 1.0
+    value_scale: float | None = None
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
     prior_strength: float = 1.0
@@ -304,6 +306,7 @@ class Variant:
             window_size=self.widen * scale.window_size,
             controller=self.controller,
             prior_strength=self.prior_strength,
+            value_scale=self.value_scale,
             recurrence=self.recurrence,
             start_expert="full" if self.is_routed else None,
             training_weights=self.draw,
@@ -393,10 +396,13 @@ VARIANTS: dict[str, Variant] = {
     ),
     "prior-free-half-kv_head-0.45": Variant("LW", "prior_free", target=0.45, granularity="kv_head"),
     # by what experts are worth to a trained hybrid, at a price
+    "value-1-5-0.25": _priced("hybrid-1-5", 0.25),
     "value-1-5-0.35": _priced("hybrid-1-5", 0.35),
     "value-1-5-0.45": _priced("hybrid-1-5", 0.45),
+    "value-1-5-0.6": _priced("hybrid-1-5", 0.6),
     "value-1-5-token-0.45": _priced("hybrid-1-5", 0.45, "token"),
     "value-1-5-0.45-unseen": _priced("hybrid-1-5", 0.45, recurrence=None),
+    "value-1-1-0.2": _priced("hybrid-1-1", 0.2),
     "value-1-1-0.35": _priced("hybrid-1-1", 0.35),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
@@ -429,10 +435,13 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     "recurrence": lambda v: replace(v, recurrence=3),
     # values in a twentieth of the steps of a training, not in three tenths
     "brief": lambda v: replace(v, value_share=1 / 6),
+    # small values apart as finely as large ones
+    "scaled": lambda v: replace(v, value_scale=0.01),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),
 }
+VALUE_ENDINGS = {"brief", "scaled"}
 
 
 def find_variant(name: str) -> Variant:
@@ -456,10 +465,11 @@ def base_and_endings(name: str) -> tuple[str, list[str]]:
             )
         base = base.removesuffix(f"-{ending}")
         endings.insert(0, ending)
-    allowed = {"brief"} if VARIANTS[base].priced else set(ENDINGS) - {"brief"}
+    allowed = VALUE_ENDINGS if VARIANTS[base].priced else set(ENDINGS) - VALUE_ENDINGS
     if set(endings) - allowed:
         raise ConfigError(
-            "-brief may follow variants that learn values, and nothing else may, got " + repr(name)
+            "-brief and -scaled may follow variants that learn values, and nothing else may, got "
+            + repr(name)
         )
     if not VARIANTS[base].is_routed and set(endings) - set(STATIC_ENDINGS):
         raise ConfigError(

@@ -98,6 +98,9 @@ class MetaAttentionConfig(PreTrainedConfig):
         price: Nats that full attention has to be worth to a token, of ``controller="value"``; a
             cheaper expert costs its share of it. May be another in use than in training: a lower
             one buys more attention.
+        value_scale: Nats of a token, of ``controller="value"``, each of its routes having its part:
+            values well above that are told apart in relation to their size, others by their
+            difference. None: all by their difference.
         prior_floor: Smallest prior concentration; the paper's epsilon.
         kl_weight: Weight of the KL term in the loss; the paper's beta_elbo.
         cost_weight: Weight of the projected cost in the loss; how a prior-free controller is told
@@ -179,6 +182,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     prior_strength: float | Sequence[float] = 1.0
     prior_floor: float = 0.01
     price: float = 0.0
+    value_scale: float | None = None
     kl_weight: float = 1.0
     cost_weight: float = 0.0
     training_weights: TrainingWeights = "mean"
@@ -449,6 +453,17 @@ class MetaAttentionConfig(PreTrainedConfig):
             check_prior(self.prior_strength_of(layer_idx), self.prior_floor)
 
     def _check_values(self) -> None:
+        if self.value_scale is not None:
+            _require_number("value_scale", self.value_scale)
+            if not 0.0 < self.value_scale < math.inf:
+                raise ConfigError(
+                    f"value_scale must be > 0 and finite, or None, got {self.value_scale}"
+                )
+            if self.controller != "value":
+                raise ConfigError(
+                    f"value_scale is for controller='value', got {self.value_scale} with "
+                    f"controller={self.controller!r}; leave it out"
+                )
         _require_number("price", self.price)
         if not math.isfinite(self.price):
             raise ConfigError(f"price must be finite, got {self.price}")

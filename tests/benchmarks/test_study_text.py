@@ -15,7 +15,7 @@ import torch
 from study_data import Cache, prepare
 from study_export import CARD
 from study_training import Training
-from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
+from study_variants import ENDINGS, SCALES, VALUE_ENDINGS, VARIANTS, find_variant
 from transformers import PreTrainedTokenizerFast
 
 from meta_attention import MetaAttentionForCausalLM
@@ -317,8 +317,8 @@ def test_a_report_has_means_intervals_and_the_distance_to_static_variants(cache,
     "name",
     [
         *VARIANTS,
-        *(f"bayes-all-token-0.2-{ending}" for ending in ENDINGS if ending != "brief"),
-        "value-1-5-0.45-brief",
+        *(f"bayes-all-token-0.2-{ending}" for ending in ENDINGS if ending not in VALUE_ENDINGS),
+        *(f"value-1-5-0.45-{ending}" for ending in VALUE_ENDINGS),
     ],
 )
 def test_every_variant_is_a_model_of_every_scale(name):
@@ -382,7 +382,9 @@ def test_an_unknown_variant_is_refused_with_the_known_ones(name):
 
 @pytest.mark.parametrize("name", ["value-1-5-0.45-depth", "bayes-all-token-0.2-brief"])
 def test_endings_that_would_change_nothing_or_too_much_are_refused(name):
-    with pytest.raises(ConfigError, match="-brief may follow variants that learn values"):
+    with pytest.raises(
+        ConfigError, match="-brief and -scaled may follow variants that learn values"
+    ):
         find_variant(name)
 
 
@@ -647,6 +649,16 @@ def test_values_are_learnt_for_a_hybrid_that_stays_as_it_is(cache, tmp_path):
     weights = routed.state_dict()
     for name, weight in static.state_dict().items():
         assert torch.equal(weights[name], weight)
-    # values are the same whatever is asked for, and so is a run of less
+    # values are the same whatever is asked for: learnt once
+    other = study_run.run(cache, tmp_path, "value-1-5-0.35", 0, "tiny", changes=sizes)
+    cheaper = study_run.run_folder(tmp_path, "tiny", "value-1-5-0.35", 0)
+    assert other["prices"]["value_seconds"] == result["prices"]["value_seconds"]
+    assert other["prices"]["price"] >= result["prices"]["price"]
+    assert other["hard"]["attention_flops"] <= result["hard"]["attention_flops"]
+    for name, weight in (
+        MetaAttentionForCausalLM.from_pretrained(cheaper / "model").state_dict().items()
+    ):
+        assert torch.equal(weights[name], weight)
+    # of others they are not
     brief = study_run.run(cache, tmp_path, "value-1-5-0.45-brief", 0, "tiny", changes=sizes)
     assert brief["prices"]["value_tokens"] == 2 * 128

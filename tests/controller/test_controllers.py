@@ -173,7 +173,9 @@ def test_a_token_takes_what_is_worth_most_after_its_price():
     assert isinstance(posterior, ValuePosterior)
     surplus = posterior.value - 0.2 * controller.costs
     assert torch.equal(posterior.mean.argmax(dim=-1), surplus.argmax(dim=-1))
-    torch.testing.assert_close(posterior.value.sum(dim=-1), torch.zeros(2, 5))
+    # what others are worth is next to the dearest
+    assert (posterior.value[..., 0] == 0).all()
+    assert (posterior.value[..., 1:] != 0).all()
 
 
 def test_the_dearest_expert_goes_first_as_the_price_rises():
@@ -199,3 +201,22 @@ def test_a_value_weighs_as_much_as_its_part_of_the_mean_kl():
     by_head = make_value_controller(route_granularity="kv_head")
     assert by_head.num_shares == 2 * 2  # layers times heads
     assert make_value_controller().num_shares == 2
+
+
+def test_a_scale_is_shared_by_the_routes_of_a_token():
+    controller = make_value_controller(route_granularity="kv_head", value_scale=0.01)
+    assert controller.scale == pytest.approx(0.01 / 4)
+    posterior = controller(*make_inputs())
+    torch.testing.assert_close(posterior.value, controller.scale * posterior.score.sinh())
+    # a model may have more layers than have a choice
+    controller.set_routed_layers(1)
+    assert (controller.num_shares, controller.scale) == (2, pytest.approx(0.01 / 2))
+    assert make_value_controller().scale is None
+
+
+def test_a_new_value_controller_knows_of_no_token_in_particular():
+    for scale in (None, 0.01):
+        config = make_config(controller="value", routing="hard", value_scale=scale)
+        value = build_controller(config, COSTS, start=0)(*make_inputs()).value
+        assert (value[..., 1:] < 0).all()
+        assert torch.equal(value, value[:1, :1].expand_as(value))

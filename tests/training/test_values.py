@@ -142,19 +142,20 @@ def test_values_weigh_as_their_part_of_the_loss(routed):
     values = []
     for layer in routed.model.layers[1:]:
         layer.attention.controller.register_forward_hook(
-            lambda module, inputs, out: (out.value.retain_grad(), values.append(out))[0]
+            lambda module, inputs, out: (out.score.retain_grad(), values.append(out))[0]
         )
     routed.config.training_weights = "explore"
     routed.train()(ids, labels=ids, use_cache=False).kl.backward()
     assert len(values) == 2
     for out in values:
         assert out.num_shares == 4
-        grad = out.value.grad * ids.numel() * out.num_shares
+        grad = out.score.grad * ids.numel() * out.num_shares
         explored = grad.abs().sum(dim=-1, keepdim=True) > 0
         assert 0.3 < explored.float().mean() < 0.7
-        torch.testing.assert_close(grad, out.value.detach() * explored)
-        weighed = torch.autograd.grad(out.lesson.sum(), out.value)[0]
-        torch.testing.assert_close(weighed, torch.full_like(weighed, 1 / 4))
+        torch.testing.assert_close(grad, out.score.detach() * explored)
+        lesson = out.lesson_of(torch.zeros_like(explored[..., 0], dtype=torch.long))
+        weighed = torch.autograd.grad(lesson[..., 1].sum(), out.score)[0]
+        torch.testing.assert_close(weighed[..., 1], torch.full_like(weighed[..., 1], 1 / 4))
 
 
 def test_a_model_that_does_not_explore_teaches_its_router_nothing(routed):

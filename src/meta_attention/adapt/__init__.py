@@ -13,6 +13,7 @@ from meta_attention.adapt.bases import is_installed, load_base, load_tokenizer
 from meta_attention.adapt.config import AdaptConfig, Shape
 from meta_attention.adapt.families import Family, known_families, register_family
 from meta_attention.adapt.model import adapt, freeze_base
+from meta_attention.adapt.prices import find_price, set_price
 from meta_attention.adapt.router import Router, collect_routing, routed_as, routers_of
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Shape",
     "adapt",
     "collect_routing",
+    "find_price",
     "freeze_base",
     "is_installed",
     "known_families",
@@ -34,6 +36,7 @@ __all__ = [
     "routed_as",
     "routers_of",
     "save_adapter",
+    "set_price",
 ]
 
 

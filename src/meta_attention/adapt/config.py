@@ -44,10 +44,13 @@ class AdaptConfig:
         layers: Layers to adapt, by index; default: all that see everything. Layers with a window
             of their own are left as they are.
         routing: ``"hard"``, ``"soft"`` or ``"gated"``.
-        training_weights: Default: ``"one_hot"``, or ``"mean"`` where routing is soft.
+        training_weights: Default: ``"one_hot"``, or ``"mean"`` where routing is soft, or
+            ``"explore"`` of ``controller="value"``.
         expert_costs: ``"flops"`` counts at ``cost_length``.
         cost_length: Default: the longest length of the base.
         start_expert: Expert that a new router believes in for every token; None: none.
+        price: See :func:`~meta_attention.adapt.set_price`.
+        value_scale: Of ``controller="value"``; others have none.
     """
 
     experts: Sequence[str] = ("full", "local")
@@ -65,6 +68,8 @@ class AdaptConfig:
     cost_length: int | None = None
     prior_strength: float | Sequence[float] = 1.0
     prior_floor: float = 0.01
+    price: float = 0.0
+    value_scale: float | None = 0.01
     uncertainty_signal: Signal = "mutual_information"
     uncertainty_threshold: float | None = None
     impl: Impl = "auto"
@@ -87,15 +92,13 @@ class AdaptConfig:
 
     def for_base(self, shape: Shape, *, causal: bool, use_rope: bool) -> MetaAttentionConfig:
         """The configuration that controllers and experts are built from."""
-        if self.controller == "value":
-            raise ConfigError(
-                "controller must be 'bayesian' or 'prior_free' in an adapted model, got 'value', "
-                "which only models of our own have"
-            )
         settings = asdict(self)
         del settings["layers"]
         if self.training_weights is None:
-            settings["training_weights"] = "mean" if self.routing == "soft" else "one_hot"
+            drawn = "explore" if self.controller == "value" else "one_hot"
+            settings["training_weights"] = "mean" if self.routing == "soft" else drawn
+        if self.controller != "value":
+            settings["value_scale"] = None
         # what are no experts at all is refused below
         is_known = not isinstance(self.experts, Sequence) or self.start_expert in self.experts
         if self.start_expert is not None and not is_known:

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from meta_attention.adapt.adaptation import Adaptation, Layout, Record, Routing, Way
 from meta_attention.adapt.memory import BaseMemory
 from meta_attention.config import RoutingName
-from meta_attention.controller import Posterior, build_controller
+from meta_attention.controller import Posterior, ValueController, build_controller
 from meta_attention.errors import ConfigError
 from meta_attention.experts import (
     Heads,
@@ -67,6 +67,8 @@ class Router(nn.Module):
             None if start not in experts else self.expert_names.index(start),
             layer_idx=layer_idx,
         )
+        if isinstance(self.controller, ValueController):
+            self.controller.set_routed_layers(len(adaptation.layers))
         self.experts = nn.ModuleList(experts.values())
         self.execution = ExpertExecution(config, self.expert_names, self.experts)
         self.has_states = any(isinstance(e, RecurrentExpert) for e in self.experts)

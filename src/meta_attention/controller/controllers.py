@@ -9,7 +9,6 @@ Shapes: B batch, T sequence, E experts, G key-value heads where each has a route
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from meta_attention.controller.posterior import (
     Posterior,
     RoutingPosterior,
     ValuePosterior,
+    value_of,
 )
 from meta_attention.controller.prior import compute_aware_prior
 from meta_attention.ops.controller_logits import Network, controller_logits
@@ -33,8 +33,10 @@ from meta_attention.precision import KeepFloat32
 START_EVIDENCE, REST_EVIDENCE = 6.0, 0.02
 # what such an expert is worth at first, in nats
 START_VALUE = 0.1
-# nats by which one expert must be better for weights to prefer it by a factor of e: of hard routes
-# it changes nothing
+# and its score, where values have a scale: it is worth ten of these more than another
+START_SCORE = 3.0
+# nats by which one expert must be better for weights to prefer it by a factor of e, where values
+# have no scale, which else it is: of hard routes it changes nothing
 TEMPERATURE = 0.02
 
 
@@ -206,21 +208,35 @@ class ValueController(MLPController):
         costs: Cost of each expert relative to full attention, in (0, 1].
     """
 
-    @cached_property
-    def num_shares(self) -> int:
-        """The routes that a model's mean KL is taken over: heads times routed layers."""
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dearest = self._costs.index(max(self._costs))
         layers = range(self.config.num_hidden_layers)
-        num_routed = sum(len(self.config.experts_of(index)) > 1 for index in layers)
-        return num_routed * math.prod(self.groups)
+        self.set_routed_layers(sum(len(self.config.experts_of(index)) > 1 for index in layers))
+
+    def reset_start(self) -> None:
+        super().reset_start()
+        if self.start is not None:
+            # worth something to every token, and no more to one than to another
+            with torch.no_grad():
+                init.zeros_(self.mlp[-1].weight)  # type: ignore[arg-type]
+
+    def set_routed_layers(self, number: int) -> None:
+        """In how many layers of the model, this one included, tokens have a choice."""
+        self.num_shares = number * math.prod(self.groups)
+        scale = self.config.value_scale
+        self.scale = None if scale is None else scale / self.num_shares
 
     def forward(self, x: Tensor, position_ids: Tensor) -> ValuePosterior:
-        logits = self.logits(x, position_ids)
-        value = logits - logits.mean(dim=-1, keepdim=True)  # [B, T, (G,) E]
-        surplus = value.detach() - self.price * self.costs
-        return ValuePosterior((surplus / TEMPERATURE).softmax(dim=-1), value, self.num_shares)
+        logits = self.logits(x, position_ids)  # [B, T, (G,) E]
+        score = logits - logits[..., self.dearest, None]
+        surplus = value_of(score.detach(), self.scale) - self.price * self.costs
+        weights = (surplus / (self.scale or TEMPERATURE)).softmax(dim=-1)
+        return ValuePosterior(weights, score, self.dearest, self.scale, self.num_shares)
 
     def logits_of(self, evidence: Tensor) -> Tensor:
-        return START_VALUE * (evidence == evidence.max())
+        start = START_VALUE if self.config.value_scale is None else START_SCORE
+        return start * (evidence == evidence.max())
 
 
 class StaticController(Controller):

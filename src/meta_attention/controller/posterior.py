@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Dirichlet
 
@@ -41,15 +42,20 @@ class Posterior(Protocol):
     learns_by_exploring: ClassVar[bool]
     """Whether only routes that try any expert teach it something."""
 
-    @property
-    def lesson(self) -> Tensor:
-        """What a hard route's gradient goes to [B, T, E]: the expected weights, or what else."""
+    def lesson_of(self, taken: Tensor) -> Tensor:
+        """What a hard route's gradient goes to [B, T, E]: the expected weights, or what else.
+
+        ``taken`` [B, T] is the expert of the route.
+        """
 
     def sample(self) -> Tensor:
         """Routing weights [B, T, E], differentiable in the controller's parameters."""
 
-    def kl_to(self, prior_concentration: Tensor) -> Tensor:
-        """KL to a Dirichlet prior per token [B, T] in nats."""
+    def kl_to(self, prior_concentration: Tensor, taken: Tensor | None = None) -> Tensor:
+        """KL to a Dirichlet prior per token [B, T] in nats.
+
+        With the expert ``taken`` [B, T], of what a route on it can teach, where that is less.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +112,7 @@ class RoutingPosterior:
         information = _entropy_of_weights(mean) - expected
         return information.clamp(min=0.0).to(self.concentration.dtype)
 
-    @property
-    def lesson(self) -> Tensor:
+    def lesson_of(self, taken: Tensor) -> Tensor:
         """The expected weights."""
         return self.mean
 
@@ -121,7 +126,7 @@ class RoutingPosterior:
         draws = Dirichlet(_wide(self.concentration), validate_args=False).rsample()
         return draws.to(self.concentration.dtype)
 
-    def kl_to(self, prior_concentration: Tensor) -> Tensor:
+    def kl_to(self, prior_concentration: Tensor, taken: Tensor | None = None) -> Tensor:
         """KL[posterior || prior] per token [B, T] in nats, for a prior of shape [E]."""
         if prior_concentration.shape != self.concentration.shape[-1:]:
             raise ShapeError(
@@ -160,8 +165,7 @@ class PointPosterior:
         """Largest weight minus the second largest [B, T]; 1 is certain."""
         return _margin_of_weights(self.mean)
 
-    @property
-    def lesson(self) -> Tensor:
+    def lesson_of(self, taken: Tensor) -> Tensor:
         """The weights."""
         return self.mean
 
@@ -169,34 +173,73 @@ class PointPosterior:
         """The weights themselves: a point has no spread to sample from."""
         return self.mean
 
-    def kl_to(self, prior_concentration: Tensor) -> Tensor:
+    def kl_to(self, prior_concentration: Tensor, taken: Tensor | None = None) -> Tensor:
         """Zero [B, T]: there is no prior to leave."""
         return self.mean.new_zeros(self.mean.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True)
 class ValuePosterior(PointPosterior):
-    """Weights that follow from what each expert is worth to a token.
+    """Weights that follow from what each expert is worth to a token, next to the dearest.
 
-    Of the true worth of each it believes: normally distributed around ``value``, with a variance
-    of 1; before a token is seen, around 0. The KL between the two is half the square of ``value``.
-    Beside a loss that pays ``-value * gain`` for what an expert would have gained, which is what a
-    route's gradient does, minimising it is a regression: ``value`` becomes the expected gain.
+    What an expert gains on the dearest is believed to be distributed around ``value``, by an
+    exponential family whose natural parameter is ``score``, 0 where nothing is known::
+
+        scale None    normal            value = score                 variance 1
+        scale s       Skellam           value = s * sinh(score)       variance sqrt(s^2 + value^2)
+
+    Minus the log-likelihood of a gain is ``normaliser(score) - score * gain``. A route's gradient
+    is ``-gain``, so beside the ``normaliser`` it makes a regression: ``value`` becomes the expected
+    gain. What is normal has the same error everywhere; with a scale, values that are small are told
+    apart more finely, and a price is decided on by small ones.
+
+    A gain is read from the gradient at the expert that a route has taken, and is one of first
+    order. Between that one and the dearest it errs to one side or to the other, and routes that
+    try both have the mean; of a third it would err to one side alone, and teaches nothing.
     """
 
-    value: Tensor  # [B, T, E] or [B, T, G, E], nats, float32; rows sum to zero
+    score: Tensor  # [B, T, E] or [B, T, G, E], float32; 0 for the dearest
     learns_by_exploring: ClassVar[bool] = True
+    dearest: int = 0
+    scale: float | None = None  # nats
     num_shares: int = 1
     """The routes that the mean KL of a model is taken over: heads times routed layers."""
 
     @property
-    def lesson(self) -> Tensor:
-        """The values, as a share: each of them weighs as much in the loss as its part of the KL."""
-        return self.value / self.num_shares
+    def value(self) -> Tensor:
+        """What experts are worth [B, T, E] in nats, next to the dearest."""
+        return value_of(self.score, self.scale)
 
-    def kl_to(self, prior_concentration: Tensor) -> Tensor:
-        """Of the values to worth nothing [B, T] in nats; the Dirichlet prior has no part in it."""
-        return 0.5 * self.value.square().sum(dim=-1)
+    def lesson_of(self, taken: Tensor) -> Tensor:
+        """The scores, as a share: each of them weighs as much in the loss as its part of the KL."""
+        score = self.score * self._is_taught(taken)
+        dearest = F.one_hot(torch.tensor(self.dearest), score.shape[-1]).to(score)
+        return (score - score.sum(dim=-1, keepdim=True) * dearest) / self.num_shares
+
+    def kl_to(self, prior_concentration: Tensor, taken: Tensor | None = None) -> Tensor:
+        """The normalisers [B, T] in nats: of normal gains, the KL of these to worth nothing.
+
+        The Dirichlet prior has no part in it.
+        """
+        if self.scale is None:
+            normaliser = 0.5 * self.score.square()
+        else:
+            # cosh(score) - 1, also where that is small
+            normaliser = 2.0 * self.scale * (0.5 * self.score).sinh().square()
+        if taken is not None:
+            normaliser = normaliser * self._is_taught(taken)
+        return normaliser.sum(dim=-1)
+
+    def _is_taught(self, taken: Tensor) -> Tensor:
+        """Of which experts a route teaches [B, T, E]: of its own, or of all if on the dearest."""
+        taken = taken.unsqueeze(-1)
+        experts = torch.arange(self.score.shape[-1], device=taken.device)
+        return (taken == experts) | (taken == self.dearest)
+
+
+def value_of(score: Tensor, scale: float | None) -> Tensor:
+    """Nats, from scores of the same shape; see :class:`ValuePosterior`."""
+    return score if scale is None else scale * score.sinh()
 
 
 def _wide(x: Tensor) -> Tensor:

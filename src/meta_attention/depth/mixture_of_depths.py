@@ -13,7 +13,7 @@ Shapes: B batch, T sequence, N tokens of a row that enter, at most, D width, E e
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from types import SimpleNamespace
 from typing import cast
@@ -283,10 +283,10 @@ class MixtureOfDepthsBlock(MetaTransformerBlock):
         if isinstance(given, PointPosterior) or (given is None and is_point):
             mean = spread(lambda out: out.posterior.mean, torch.full_like(prior, 1 / len(costs)))
             if isinstance(given, ValuePosterior):
-                value = spread(
-                    lambda out: cast(ValuePosterior, out.posterior).value, torch.zeros_like(prior)
+                score = spread(
+                    lambda out: cast(ValuePosterior, out.posterior).score, torch.zeros_like(prior)
                 )
-                posterior = ValuePosterior(mean, value, given.num_shares)
+                posterior = replace(given, mean=mean, score=score)
             else:
                 posterior = (PointPosterior if given is None else type(given))(mean)
         else:

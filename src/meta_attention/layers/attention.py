@@ -54,7 +54,7 @@ class LayerOutput:
 
         And zero where nothing is learnt: values learn from routes that explore.
         """
-        kl = self.posterior.kl_to(self.prior_concentration)
+        kl = self.posterior.kl_to(self.prior_concentration, self.routes.expert)
         if self.posterior.learns_by_exploring:
             explored = self.routes.explored
             kl = torch.zeros_like(kl) if explored is None else kl * explored

@@ -16,11 +16,11 @@ from meta_attention.errors import ConfigError
 from meta_attention.evaluation.flops import Flops, count_full, count_model
 from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.models import MetaAttentionForCausalLM
+from meta_attention.routing import check_cost
 from meta_attention.training.corpus import Corpus
 from meta_attention.training.data import hold_out
 from meta_attention.training.packing import PackedDataset, pack
 from meta_attention.training.values import (
-    check_cost,
     cost_range,
     find_price,
     learn_values,
@@ -116,7 +116,7 @@ def route_checkpoint(
             recurrence=RECURRENCE if settings.recurrence is None else settings.recurrence or None,
             seed=settings.seed,
         )
-    check_cost(routed, settings.target_cost)
+    check_cost(settings.target_cost, *cost_range(routed))
     price = model.config.price if model.config.controller == "value" else None
     before = judge(model, judged, None, price)
     device = model.device

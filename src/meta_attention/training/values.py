@@ -22,13 +22,10 @@ from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.layers import BayesianMetaAttentionLayer
 from meta_attention.models import MetaAttentionForCausalLM
+from meta_attention.routing import DEAREST, check_cost, search_price
 
 WARMUP = 0.05  # of the steps
 BETAS, MAX_NORM = (0.9, 0.999), 1.0
-# halvings of the interval in which the price is sought: to a millionth of the dearest
-BISECTIONS = 20
-# nats for which nobody buys full attention
-DEAREST = 10.0
 
 
 def with_values(
@@ -84,9 +81,6 @@ def with_values(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         routed = MetaAttentionForCausalLM(MetaAttentionConfig.from_dict(settings))
-    for controller in value_controllers(routed):
-        # full attention is worth something to every token, and no more to one than to another
-        nn.init.zeros_(controller.mlp[-1].weight)  # type: ignore[arg-type]
     routed.to(model.device).to(model.dtype)  # type: ignore[arg-type]
     found = routed.load_state_dict(model.state_dict(), strict=False)
     new = [name for name in found.missing_keys if not is_of_router(name)]
@@ -173,7 +167,7 @@ def find_price(
         target_cost: Mean over tokens and routed layers, by the costs of the experts.
         tolerance: Share of it by which the cost may be below, to end the search sooner.
     """
-    check_cost(model, target_cost)
+    check_cost(target_cost, *cost_range(model))
     before = model.config.price
     num_tokens = sum(ids.numel() for ids in batches)
 
@@ -184,35 +178,10 @@ def find_price(
 
     try:
         with evaluating(model):
-            low, high = 0.0, DEAREST
-            cost = cost_at(low)
-            if cost > target_cost:
-                for _ in range(BISECTIONS):
-                    middle = 0.5 * (low + high)
-                    cost = cost_at(middle)
-                    low, high = (middle, high) if cost > target_cost else (low, middle)
-                    if (1.0 - tolerance) * target_cost <= cost <= target_cost:
-                        break
-                low, cost = high, cost_at(high)
-            if not cost <= target_cost:
-                raise ConfigError(
-                    f"no price up to {DEAREST} nats makes routes cost {target_cost}: are all "
-                    "values finite?"
-                )
+            return search_price(cost_at, target_cost, tolerance=tolerance)
     except BaseException:
         model.set_price(before)
         raise
-    return low
-
-
-def check_cost(model: MetaAttentionForCausalLM, target_cost: float) -> None:
-    """Raise unless the routed layers of a model with values can cost so much."""
-    lowest, highest = cost_range(model)
-    if not lowest < target_cost <= highest:
-        raise ConfigError(
-            f"target_cost must be above {lowest:.3f}, what the cheapest experts cost, and at most "
-            f"{highest:g}, got {target_cost}"
-        )
 
 
 def cost_range(model: MetaAttentionForCausalLM) -> tuple[float, float]:

@@ -32,6 +32,7 @@ from meta_attention.adapt.training.card import write_readme
 from meta_attention.adapt.training.recall import RecallBlocks, narrowest_window
 from meta_attention.adapt.training.settings import DEFAULT_LENGTH, RouterSettings
 from meta_attention.adapt.training.trainer import RouterTrainer
+from meta_attention.adapt.training.values import ValueTrainer
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.training.checkpoints import clear_write_errors, list_checkpoints
 from meta_attention.training.corpus import Corpus, read_corpus
@@ -133,6 +134,12 @@ def train_router(
     set_seed(settings.seed)
     if not any(isinstance(module, Router) for module in model.modules()):
         adapt(model, settings.adapt_config(length))
+    is_value = settings.controller == "value"
+    if is_value != (routers_of(model)[0].adaptation.config.controller == "value"):
+        raise ConfigError(
+            "values are learnt by a model adapted with controller='value', with settings that have "
+            "the same controller; give both, or neither"
+        )
     window, share = narrowest_window(model), settings.recall_share
     train = RecallBlocks(blocks.train, tokenizer, share=share, window=window, seed=settings.seed)
     recall = None
@@ -151,7 +158,8 @@ def train_router(
         check_same_text(saved, blocks)
         checkpoint = choose_checkpoint(out, args, say)
     with run_folder(out):
-        trainer = RouterTrainer(
+        kind = ValueTrainer if is_value else RouterTrainer
+        trainer = kind(
             model,
             args,
             settings,
@@ -269,6 +277,8 @@ def _public(name: str) -> str:
 
 def _measure(trainer: RouterTrainer, length: int) -> dict[str, Any]:
     """What the adapter's card says: of the base and of the routed model, on held-out text."""
+    # the target's price comes last, and stays
+    offers = trainer.price_list() if isinstance(trainer, ValueTrainer) else None
     metrics = {
         name.removeprefix("best_"): value
         for name, value in trainer.evaluate(metric_key_prefix="best").items()
@@ -291,6 +301,7 @@ def _measure(trainer: RouterTrainer, length: int) -> dict[str, Any]:
         "step": trainer.model_step,
         **{name: metrics[name] for name in kept if name in metrics},
         "loss_increase": metrics["lm_loss"] - metrics["base_loss"],
-        "target_cost": trainer.economy.target,
+        "target_cost": trainer.target_cost,
+        **({} if offers is None else {"price": trainer.adaptation.config.price, "offers": offers}),
         "layers": layers,
     }

@@ -27,6 +27,16 @@ KL_WEIGHT = Schedule(0.0, 0.002, 0.1, 0.4)
 MAX_LR = 1e-2
 
 
+# values are learnt beside a KL of weight 1, and nothing else moves them
+NOT_PRESSED: dict[str, Any] = {
+    "kl_weight": Schedule.constant(1.0),
+    "cost_weight": NO_WEIGHT,
+    "hold": 0.0,
+    "argmax_from": 1.0,
+    "lora_rank": 0,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterSettings(RunSettings):
     """Settings of a router's training; those of :class:`RunSettings` have defaults here."""
@@ -55,12 +65,14 @@ class RouterSettings(RunSettings):
     controller_hidden_size: int = 64
     prior_strength: float = 1.0
     prior_floor: float = 0.01
+    value_scale: float | None = 0.01
 
     # objective
     loss: LossName = "distill"
     """``"distill"``: divergence from the base's predictions. ``"lm"``: loss on the text.
     ``"both"``: their mean."""
     target_cost: float | None = 0.25
+    """What routes are pressed to cost; where they go by value, what a price is found for."""
     hold: float = 1.0
     argmax_from: float = 0.8
 
@@ -96,6 +108,8 @@ class RouterSettings(RunSettings):
             raise ConfigError(f"lora_lr must be > 0, got {self.lora_lr}")
         if self.length is not None and self.length < 2:
             raise ConfigError(f"length must be >= 2, got {self.length}: one token predicts nothing")
+        if self.controller == "value":
+            _check_values(self)
         if not self.eval_every:
             raise ConfigError("eval_every must be >= 1: an adapter says what was measured of it")
 
@@ -105,7 +119,7 @@ class RouterSettings(RunSettings):
 
         A shorter run has a warm-up of at most a tenth of it, and is evaluated and saved at its end;
         a prior-free controller has no KL; routes that learn from the chosen expert alone are drawn
-        to the end.
+        to the end; routes that go by value are not pressed.
         """
         given = dict(values)
         steps = given.get("steps", 0)
@@ -117,6 +131,8 @@ class RouterSettings(RunSettings):
             given.setdefault("argmax_from", 1.0)
         if given.get("controller") == "prior_free":
             given["kl_weight"] = NO_WEIGHT
+        if given.get("controller") == "value":
+            given = NOT_PRESSED | given
         return cls(**given)
 
     def lr_for(self, width: int) -> float:
@@ -150,6 +166,17 @@ class RouterSettings(RunSettings):
             controller_hidden_size=self.controller_hidden_size,
             prior_strength=self.prior_strength,
             prior_floor=self.prior_floor,
+            value_scale=self.value_scale,
             start_expert="full" if "full" in experts else None,
             cost_length=length,
         )
+
+
+def _check_values(settings: RouterSettings) -> None:
+    for name, expected in NOT_PRESSED.items():
+        got = getattr(settings, name)
+        if got != expected:
+            raise ConfigError(
+                f"{name} must be {expected} with controller='value', whose routes are not pressed "
+                f"but have a price, got {got}; leave it out"
+            )

@@ -96,6 +96,7 @@ class RouterTrainer(MetaAttentionTrainer):
         if routes is not None:
             # for good: what is computed again in a backward pass must be routed the same
             self.adaptation.routing = check_routing(model, routes)
+        is_pressed = routes is None and settings.controller != "value"
         model.to(args.device)  # type: ignore[arg-type]
         # Trainer refuses models that were quantised, as GGUF is; what learns here never was
         marked: Any = model
@@ -106,7 +107,7 @@ class RouterTrainer(MetaAttentionTrainer):
             args,
             kl_weight=settings.kl_weight,
             cost_weight=settings.cost_weight,
-            target_cost=None if routes is not None else settings.target_cost,
+            target_cost=settings.target_cost if is_pressed else None,
             cost_path=PATH,
             hold=settings.hold,
             argmax_from=settings.argmax_from,
@@ -119,6 +120,11 @@ class RouterTrainer(MetaAttentionTrainer):
         self._checkpointed = [
             m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
         ]
+
+    @property
+    def target_cost(self) -> float | None:
+        """What routes shall cost."""
+        return self.economy.target
 
     # --- the model ---
 

@@ -1,0 +1,77 @@
+"""A router of values: what experts are worth is learnt once, and has a price for every cost.
+
+Nothing is pressed. Half of the routes of a step try any expert, the others stay with the dearest,
+and the gradient says what was gained. Every evaluation is at the price that makes routes cost what
+was asked for, found on some of the training text.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meta_attention.adapt.prices import cost_range, find_price, set_price
+from meta_attention.adapt.training.trainer import RouterTrainer
+from meta_attention.routing import DEAREST, check_cost
+
+# costs that a price list has, beside the one asked for
+LISTED_COSTS = (0.15, 0.25, 0.4, 0.6)
+# tokens that a price is found on, about
+PRICING_TOKENS = 1 << 14
+OFFERED = ("divergence", "recall_divergence", "lm_loss", "attention_share", "routed_cost")
+
+
+class ValueTrainer(RouterTrainer):
+    """Trains a router of values; see :class:`RouterTrainer`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        target, (lowest, highest) = self.settings.target_cost, cost_range(self.routed)
+        if target is not None:
+            check_cost(target, lowest, highest)
+        costs = LISTED_COSTS if target is None else {*LISTED_COSTS, target}
+        self.listed = sorted(cost for cost in costs if lowest < cost <= highest)
+        self.pricing = self._pick_blocks()
+
+    @property
+    def routed(self) -> Any:
+        """The model, whose price is set."""
+        return self.model
+
+    @property
+    def target_cost(self) -> float | None:
+        return self.settings.target_cost
+
+    def evaluate(self, *args: Any, at_cost: float | None = None, **kwargs: Any) -> dict[str, float]:
+        """As Trainer's, at the price of a cost: by default the target's; without one, at 0."""
+        cost = self.target_cost if at_cost is None else at_cost
+        with self.window.clock_stopped():
+            if cost is None:
+                set_price(self.routed, 0.0)
+            else:
+                with self.accelerator.autocast():
+                    find_price(self.routed, self.pricing, cost)
+        return super().evaluate(*args, **kwargs)
+
+    def price_list(self) -> list[dict[str, float]]:
+        """What the model does on held-out text for each of the costs; it stays at the last."""
+        offers = []
+        for cost in self.listed:
+            metrics = self.evaluate(metric_key_prefix="offer", at_cost=cost)
+            found = {n: metrics[f"offer_{n}"] for n in OFFERED if f"offer_{n}" in metrics}
+            price = self.adaptation.config.price
+            offers.append({"target_cost": cost, "price": price, **found})
+        return offers
+
+    def _set_modes(self, model: nn.Module) -> None:
+        super()._set_modes(model)
+        # until it is known what they are worth, everything is bought
+        set_price(model, -DEAREST)
+
+    def _pick_blocks(self) -> list[Tensor]:
+        """Text from all over the training data as it was, in batches as of a step."""
+        blocks = self.train_dataset.blocks  # type: ignore[union-attr]
+        number = max(1, PRICING_TOKENS // blocks[0]["input_ids"].numel())
+        chosen = torch.linspace(0, len(blocks) - 1, min(number, len(blocks))).long()
+        ids = torch.stack([blocks[int(index)]["input_ids"] for index in chosen])
+        return list(ids.to(self.args.device).split(self.args.per_device_train_batch_size))

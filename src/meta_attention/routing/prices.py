@@ -1,0 +1,47 @@
+"""The price at which values are worth a cost: as it rises, fewer routes take what is dear."""
+
+import math
+from collections.abc import Callable
+
+from meta_attention.errors import ConfigError
+
+# nats for which nobody buys full attention, and for which everybody does
+DEAREST, CHEAPEST = 10.0, 1e-8
+# halvings of the interval in which the price is sought, as a ratio: to a part in fifty thousand
+BISECTIONS = 20
+
+
+def search_price(
+    cost_at: Callable[[float], float], target_cost: float, *, tolerance: float = 0.0
+) -> float:
+    """The lowest price found at which routes cost no more than asked for.
+
+    Args:
+        cost_at: What routes cost at a price, which it sets; called last with the price found.
+        target_cost: What they may cost.
+        tolerance: Share of it by which the cost may be below, to end the search sooner.
+    """
+    if cost_at(0.0) <= target_cost:
+        return 0.0
+    low, high = math.log(CHEAPEST), math.log(DEAREST)
+    for _ in range(BISECTIONS):
+        middle = 0.5 * (low + high)
+        cost = cost_at(math.exp(middle))
+        low, high = (middle, high) if cost > target_cost else (low, middle)
+        if (1.0 - tolerance) * target_cost <= cost <= target_cost:
+            break
+    price = math.exp(high)
+    if not cost_at(price) <= target_cost:
+        raise ConfigError(
+            f"no price up to {DEAREST} nats makes routes cost {target_cost}: are all values finite?"
+        )
+    return price
+
+
+def check_cost(target_cost: float, lowest: float, highest: float) -> None:
+    """Raise unless routes can cost so much."""
+    if not lowest < target_cost <= highest:
+        raise ConfigError(
+            f"target_cost must be above {lowest:.3f}, what the cheapest experts cost, and at most "
+            f"{highest:g}, got {target_cost}"
+        )
