@@ -26,7 +26,7 @@ import torch
 from bench_training_step import capture
 from study_data import Cache
 from study_evaluation import evaluate
-from study_training import PLAIN_STEPS, Training
+from study_training import FIRST_VALUES, PLAIN_STEPS, Training
 from study_variants import SCALES, Scale, Variant, find_variant
 from torch import Tensor
 
@@ -78,7 +78,9 @@ def run(
     _check_same(folder, settings)
     if (folder / RESULT).exists():
         return json.loads((folder / RESULT).read_text())
-    if variant.priced is not None:
+    is_afterwards = variant.priced is not None and not variant.trains_on
+    if is_afterwards:
+        assert variant.priced is not None
         base = (cache, runs, variant.priced, seed, scale_name)
         if run(*base, changes=changes, device=device, compile=compile, stop_at=stop_at) is None:
             return None
@@ -99,11 +101,17 @@ def run(
             training.load(beginning / CHECKPOINT)
             shutil.copy(beginning / METRICS, folder / METRICS)
         training.choose_heads()
-    if variant.priced is None:
+        if variant.trains_on:
+            _learn_values(training, folder, FIRST_VALUES)
+            training.set_price()
+    if not is_afterwards:
         _train(training, folder, scale.steps, stop_at)
     if training.steps_done < scale.steps:
         _say(f"time is over after step {training.steps_done} of {scale.steps}")
         return None
+    if variant.trains_on:
+        _learn_values(training, folder, 1.0 - FIRST_VALUES)
+        training.set_price()
     result = {name: settings[name] for name in ("variant", "seed", "scale")}
     result |= _training_figures(training, folder)
     if training.prices is not None:
@@ -127,13 +135,21 @@ def learn_values_of(training: Training, base: Path, folder: Path) -> None:
     other = _same_but_for_its_target(training.variant, folder)
     if other is None:
         training.take(MetaAttentionForCausalLM.from_pretrained(base / "model").state_dict())
-        rows = training.learn_values()
-        (folder / VALUES).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        _learn_values(training, folder)
     else:
         _say(f"with the values of {other.name}")
         training.take(MetaAttentionForCausalLM.from_pretrained(other / "model").state_dict())
         training.prices = json.loads((other / RESULT).read_text())["prices"]
         shutil.copy(other / VALUES, folder / VALUES)
+
+
+def _learn_values(training: Training, folder: Path, part: float = 1.0) -> None:
+    """Of a model as it is after so many steps; the log has what was learnt of it before, too."""
+    path, after = folder / VALUES, training.steps_done
+    rows = [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
+    kept = [row for row in rows if row["after"] < after]
+    new = [{"after": after} | row for row in training.learn_values(part)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in kept + new))
 
 
 def _same_but_for_its_target(variant: Variant, folder: Path) -> Path | None:

@@ -29,8 +29,12 @@ WARMUP = 0.05  # of the steps
 PLAIN_STEPS = 3
 # sequences of the training text on which experts of heads are compared
 CHOOSING_SEQUENCES = 32
-# of the training text on which a price is found
-PRICING_BATCHES = 16
+# of the training text on which a price is found, at the end and while the model learns on
+PRICING_BATCHES, FEW_BATCHES = 16, 4
+# steps after which another price is found for a model that learns on, and how closely
+REPRICED_EVERY, NEARLY = 100, 0.01
+# of the steps to learn values, how many come first where the model learns on
+FIRST_VALUES = 2 / 3
 WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0
 
 
@@ -127,12 +131,18 @@ class Training:
         assert not new, new
         assert not found.unexpected_keys, found.unexpected_keys
 
-    def learn_values(self) -> list[dict[str, float]]:
-        """What experts are worth to the model as it is; means of ten steps each."""
+    def learn_values(self, part: float = 1.0) -> list[dict[str, float]]:
+        """What experts are worth to the model as it is; means of ten steps each.
+
+        Args:
+            part: Of the steps to learn values.
+        """
         scale = self.scale
-        share = scale.value_steps * self.variant.value_share
+        share = part * scale.value_steps * self.variant.value_share
         num_steps = max(1, round(share * scale.steps))
-        torch.manual_seed(1_000_003 * (self.seed + 1) - 1)  # of no step before
+        before = self.prices or {"value_tokens": 0, "value_seconds": 0.0}
+        # of no step before
+        torch.manual_seed(1_000_003 * (self.seed + 1) - (3 if self.prices else 1))
         rows: list[dict[str, float]] = []
         seen: list[dict[str, float]] = []
 
@@ -152,20 +162,23 @@ class Training:
             autocast=torch.bfloat16 if self.device == "cuda" else None,
             on_step=keep,
         )
-        self.prices = {
-            "value_tokens": num_steps * self.ids.numel(),
-            "value_seconds": time.perf_counter() - begin,
+        self.prices = before | {
+            "value_tokens": before["value_tokens"] + num_steps * self.ids.numel(),
+            "value_seconds": before["value_seconds"] + time.perf_counter() - begin,
         }
         return rows
 
-    def set_price(self) -> None:
+    def set_price(self, *, nearly: bool = False) -> None:
         """The price at which routes cost what is asked for."""
         torch.manual_seed(1_000_003 * (self.seed + 1) - 2)  # as of no step, whatever came before
-        texts = [self.batch() for _ in range(PRICING_BATCHES)]
+        texts = [self.batch() for _ in range(FEW_BATCHES if nearly else PRICING_BATCHES)]
         assert self.variant.target is not None
         assert self.prices is not None
-        with autocast(self.device):
-            price = find_price(self.model, texts, self.variant.target)
+        # not worth compiling for
+        with autocast(self.device), torch.compiler.set_stance("force_eager"):
+            price = find_price(
+                self.model, texts, self.variant.target, tolerance=NEARLY if nearly else 0.0
+            )
         self.prices = self.prices | {"price": price}
 
     def _groups(self) -> list[tuple[str, dict[str, Any]]]:
@@ -284,6 +297,8 @@ class Training:
             raise ConfigError(f"the loss must be finite, got {loss}; lower it with --set lr=...")
         if self.economy.is_watched:
             self.economy.observe(self.steps_done, loss, routed_cost)
+        if self.variant.trains_on and self.steps_done % REPRICED_EVERY == 0:
+            self.set_price(nearly=True)
         return {
             "step": self.steps_done,
             "loss": loss,
@@ -309,6 +324,7 @@ class Training:
                 for name, parameter in self.model.named_parameters()
             },
             "economy": self.economy.state(),
+            "prices": self.prices,
             "steps_done": self.steps_done,
             "seconds": self.seconds,
         }
@@ -332,6 +348,9 @@ class Training:
                 self.optimiser.state[parameter] = state["optimiser"][name]
         self.economy.load(state["economy"])
         self.steps_done, self.seconds = state["steps_done"], state["seconds"]
+        self.prices = state.get("prices")
+        if self.prices is not None:
+            self.model.set_price(self.prices["price"])
 
 
 def learning_rate(scale: Scale, step: int) -> float:

@@ -194,6 +194,8 @@ class Variant:
             what experts are worth to it is learnt then, while it stays as it is, and the price is
             set that makes it cost what is asked for.
         value_share: Of the scale's steps to learn values, how many it takes.
+        trains_on: Values are learnt where other variants begin to route, and the model learns on
+            with routes by value; what they are worth then is learnt once more at the end.
         value_scale: Nats above which values are told apart in relation to their size.
         is_rule: Nothing is learnt to choose: full attention where the last two tokens stood
             together before, beyond the middle window, and that window elsewhere.
@@ -221,6 +223,7 @@ class Variant:
     is_rule: bool = False
     priced: str | None = None
     value_share: float = 1.0
+    trains_on: bool = False
     value_scale: float | None = None
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
@@ -402,8 +405,8 @@ VARIANTS: dict[str, Variant] = {
     "value-1-5-0.6": _priced("hybrid-1-5", 0.6),
     "value-1-5-token-0.45": _priced("hybrid-1-5", 0.45, "token"),
     "value-1-5-0.45-unseen": _priced("hybrid-1-5", 0.45, recurrence=None),
-    "value-1-1-0.2": _priced("hybrid-1-1", 0.2),
     "value-1-1-0.35": _priced("hybrid-1-1", 0.35),
+    "value-1-1-0.45": _priced("hybrid-1-1", 0.45),
 } | {
     f"bayes-{where}-{granularity}-{target}": Variant(
         ROUTED_PATTERNS[where], target=target, granularity=granularity
@@ -437,11 +440,12 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     "brief": lambda v: replace(v, value_share=1 / 6),
     # small values apart as finely as large ones
     "scaled": lambda v: replace(v, value_scale=0.01),
+    "on": lambda v: replace(v, trains_on=True),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),
 }
-VALUE_ENDINGS = {"brief", "scaled"}
+VALUE_ENDINGS = {"brief", "scaled", "on"}
 
 
 def find_variant(name: str) -> Variant:
@@ -468,8 +472,8 @@ def base_and_endings(name: str) -> tuple[str, list[str]]:
     allowed = VALUE_ENDINGS if VARIANTS[base].priced else set(ENDINGS) - VALUE_ENDINGS
     if set(endings) - allowed:
         raise ConfigError(
-            "-brief and -scaled may follow variants that learn values, and nothing else may, got "
-            + repr(name)
+            f"{', '.join(f'-{ending}' for ending in sorted(VALUE_ENDINGS))} may follow variants "
+            f"that learn values, and nothing else may, got {name!r}"
         )
     if not VARIANTS[base].is_routed and set(endings) - set(STATIC_ENDINGS):
         raise ConfigError(

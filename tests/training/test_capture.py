@@ -24,6 +24,9 @@ SMALL = {
     "length": 32,
     "batch_size": 4,
     "target_cost": None,
+    # the recipe has both
+    "hold": 0.0,
+    "argmax_from": 1.0,
 }
 # what a schedule, a drawn route, a steered cost and a moving gate need
 TRAININGS = {

@@ -152,7 +152,7 @@ def test_values_weigh_as_their_part_of_the_loss(routed):
         grad = out.score.grad * ids.numel() * out.num_shares
         explored = grad.abs().sum(dim=-1, keepdim=True) > 0
         assert 0.3 < explored.float().mean() < 0.7
-        torch.testing.assert_close(grad, out.score.detach() * explored)
+        torch.testing.assert_close(grad, out.value.detach() * explored)
         lesson = out.lesson_of(torch.zeros_like(explored[..., 0], dtype=torch.long))
         weighed = torch.autograd.grad(lesson[..., 1].sum(), out.score)[0]
         torch.testing.assert_close(weighed[..., 1], torch.full_like(weighed[..., 1], 1 / 4))
@@ -214,9 +214,9 @@ def test_values_are_learnt_on_a_gpu_in_half_precision():
     routed = with_values(make_static(head_dim=32).to("cuda"), window_size=4, length=T)
     batches = [ids.cuda() for ids in make_batches(8)]
     learn_values(routed, batches, num_steps=8, autocast=torch.bfloat16)
-    price = find_price(routed, batches, 0.6)
-    assert price > 0.0
+    find_price(routed, batches, 0.6)
     with torch.no_grad():
-        out = routed(batches[0], use_cache=False, output_routed_cost=True)
-    assert out.routed_cost.item() < 1.0
+        outs = [routed(ids, use_cache=False, output_routed_cost=True) for ids in batches]
+    costs = torch.stack([out.routed_cost for out in outs])
+    assert 0.0 < costs.mean().item() <= 0.6
     assert all(p.dtype == torch.float32 for p in router_parameters(routed))

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Dirichlet
 
@@ -213,8 +212,9 @@ class ValuePosterior(PointPosterior):
     def lesson_of(self, taken: Tensor) -> Tensor:
         """The scores, as a share: each of them weighs as much in the loss as its part of the KL."""
         score = self.score * self._is_taught(taken)
-        dearest = F.one_hot(torch.tensor(self.dearest), score.shape[-1]).to(score)
-        return (score - score.sum(dim=-1, keepdim=True) * dearest) / self.num_shares
+        # what an expert gains, the dearest loses
+        is_dearest = torch.arange(score.shape[-1], device=score.device) == self.dearest
+        return (score - score.sum(dim=-1, keepdim=True) * is_dearest) / self.num_shares
 
     def kl_to(self, prior_concentration: Tensor, taken: Tensor | None = None) -> Tensor:
         """The normalisers [B, T] in nats: of normal gains, the KL of these to worth nothing.

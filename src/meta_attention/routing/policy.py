@@ -89,9 +89,9 @@ def choose_routes(
         explored = torch.rand(expert.shape, device=expert.device) < EXPLORED
         expert = torch.where(explored, torch.randint_like(expert, weights.shape[-1]), expert)
     chosen = torch.zeros_like(weights).scatter_(-1, expert.unsqueeze(-1), 1.0)
-    lesson = posterior.lesson_of(expert)
     teaches = explored is not None or not posterior.learns_by_exploring
-    if teaches and lesson.requires_grad:
+    lesson = posterior.lesson_of(expert) if teaches else None
+    if lesson is not None and lesson.requires_grad:
         # zero, with the gradient of the belief: added first, so that one and zero stay exact
         carrier = lesson - lesson.detach()
         if explored is not None:

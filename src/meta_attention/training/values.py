@@ -34,6 +34,7 @@ def with_values(
     window_size: int,
     length: int,
     recurrence: int | None = 3,
+    value_scale: float | None = 0.01,
     seed: int = 0,
 ) -> MetaAttentionForCausalLM:
     """The same model, its full layers given a choice: full attention or a window, by value.
@@ -45,6 +46,7 @@ def with_values(
         window_size: What their tokens may take in place of full attention.
         length: Tokens of a text at which costs are counted.
         recurrence: As of ``MetaAttentionConfig``; without, little can be known of what is far back.
+        value_scale: As of ``MetaAttentionConfig``; with None, small values are hardly told apart.
         seed: Of what the new controllers begin with.
     """
     config: MetaAttentionConfig = model.config
@@ -69,6 +71,7 @@ def with_values(
         "controller": "value",
         "price": 0.0,
         "recurrence": recurrence,
+        "value_scale": value_scale,
         "start_expert": "full",
         "routing": "hard",
         "route_gradient": "all",
