@@ -438,6 +438,8 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     "recurrence": lambda v: replace(v, recurrence=3),
     # values in a twentieth of the steps of a training, not in three tenths
     "brief": lambda v: replace(v, value_share=1 / 6),
+    # the narrow window is a choice, too
+    "wide": lambda v: replace(v, pattern=v.pattern.replace("V", "W")),
     # small values apart as finely as large ones
     "scaled": lambda v: replace(v, value_scale=0.01),
     "on": lambda v: replace(v, trains_on=True),
@@ -445,7 +447,7 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),
 }
-VALUE_ENDINGS = {"brief", "scaled", "on"}
+VALUE_ENDINGS = {"brief", "wide", "scaled", "on"}
 
 
 def find_variant(name: str) -> Variant:
