@@ -158,6 +158,31 @@ def test_values_weigh_as_their_part_of_the_loss(routed):
         torch.testing.assert_close(weighed[..., 1], torch.full_like(weighed[..., 1], 1 / 4))
 
 
+def test_what_a_layer_has_yet_to_learn_teaches_earlier_layers_nothing(routed):
+    """It did once: values of three layers drove each other up without end."""
+    (ids,) = make_batches(1)
+    routed.config.training_weights = "explore"
+    routed.set_price(-1e9)  # all that do not explore take full attention
+    first, last = (layer.attention.controller for layer in routed.model.layers[1:])
+
+    def lesson():
+        torch.manual_seed(0)
+        out = routed.train()(ids, labels=ids, use_cache=False)
+        (out.task_loss + out.kl).backward()
+        grads = [p.grad.clone() for p in first.parameters()]
+        routed.zero_grad()
+        return grads, out.kl.item()
+
+    (before, kl), weight = lesson(), last.mlp[-1].weight
+    with torch.no_grad():
+        weight.copy_(torch.randn_like(weight))
+    after, other_kl = lesson()
+    assert other_kl > 2.0 * kl
+    assert any(grad.abs().max() > 0.0 for grad in before)
+    for ours, expected in zip(after, before, strict=True):
+        assert torch.equal(ours, expected)
+
+
 def test_a_model_that_does_not_explore_teaches_its_router_nothing(routed):
     ids = make_batches(1)[0]
     routed.train()(ids, labels=ids).loss.backward()

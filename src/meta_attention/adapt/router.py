@@ -203,7 +203,7 @@ class Router(nn.Module):
         is_asked = self.adaptation.record is not None
         if is_hard and not is_asked and can_route_directly(self.controller, x):
             return route_directly(self.controller, x, layout.position_ids), "hard"
-        posterior = self.controller(x, layout.position_ids)
+        posterior = self.controller(self.controller.view_of(x), layout.position_ids)
         routes, routing = self._choose(posterior)
         self._record(x, posterior, routes, layout.is_padding)
         return routes.weights, routing

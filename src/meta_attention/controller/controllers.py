@@ -97,6 +97,10 @@ class Controller(KeepFloat32):
     def reset_start(self) -> None:
         """Believe in the expert to start on, after the weights were drawn anew."""
 
+    def view_of(self, x: Tensor) -> Tensor:
+        """What it sees of hidden states ``x`` [B, T, D]: they, too, learn from its lessons."""
+        return x
+
     def forward(self, x: Tensor, position_ids: Tensor) -> Posterior:
         raise NotImplementedError
 
@@ -220,6 +224,10 @@ class ValueController(MLPController):
             # worth something to every token, and no more to one than to another
             with torch.no_grad():
                 init.zeros_(self.mlp[-1].weight)  # type: ignore[arg-type]
+
+    def view_of(self, x: Tensor) -> Tensor:
+        # else what later layers have yet to learn would count as a gain or a loss of earlier ones
+        return x.detach()
 
     def set_routed_layers(self, number: int) -> None:
         """In how many layers of the model, this one included, tokens have a choice."""

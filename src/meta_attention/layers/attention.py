@@ -171,7 +171,8 @@ class BayesianMetaAttentionLayer(nn.Module):
             x = x.masked_fill(is_padding.unsqueeze(-1), 0.0)
 
         # tokens -> posterior -> routes
-        posterior = self.controller(self._seen(x, recurrence), position_ids)
+        seen = self._seen(self.controller.view_of(x), recurrence)
+        posterior = self.controller(seen, position_ids)
         gradient = self.config.route_gradient
         routes = choose_routes(
             posterior,
