@@ -22,7 +22,8 @@ EXPERTS = ("full", "local:8", "local")
 def make_priced(**settings):
     given = {"experts": EXPERTS, "window_size": 4, "num_sinks": 2, "cost_length": 40}
     model = adapt(build_base("llama"), **(given | {"controller": "value"} | settings))
-    randomise_controllers(model)
+    # scores of some units: values are exponential in them
+    randomise_controllers(model, scale=1.5)
     return model
 
 
@@ -36,7 +37,7 @@ def cost_of(model, ids):
 def test_a_price_is_found_for_any_cost_and_a_lower_one_buys_more(granularity):
     model, batches = make_priced(route_granularity=granularity), list(draw_tokens(8, 40).split(4))
     prices = []
-    for target in (0.45, 0.6, 0.8):
+    for target in (0.45, 0.55, 0.65):
         prices.append(find_price(model, batches, target))
         assert cost_of(model, torch.cat(batches)) <= target
         assert cost_of(model, torch.cat(batches)) > 0.9 * target
@@ -56,7 +57,9 @@ def test_a_price_is_part_of_an_adapter(tmp_path):
         assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
     before = cost_of(loaded, ids)
     set_price(loaded, 1e6)
-    assert cost_of(loaded, ids) == pytest.approx(cost_range(loaded)[0]) < before
+    cheapest, _ = cost_range(loaded)
+    assert cost_of(loaded, ids) == pytest.approx(cheapest)
+    assert before > cheapest
 
 
 def test_modes_and_prices_are_as_before_a_search_that_failed():

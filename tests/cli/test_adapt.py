@@ -73,6 +73,22 @@ def test_the_terminal_shows_a_table(run, base, text, tmp_path):
     assert "note: that is above the target 0.6" in result.stdout
 
 
+def test_routes_by_value_have_a_price_list(run, base, text, tmp_path):
+    flags = ("--length", 64, "--controller", "value")
+    result = run("adapt", base, "--data", text, "--out", tmp_path / "a", *SHORT, *flags)
+    assert result.exit_code == 0, result.exception
+    assert "Prices, in nats for full attention" in result.stdout
+    page = (tmp_path / "a" / "README.md").read_text()
+    settings = json.loads((tmp_path / "a" / "adapter.json").read_text())["settings"]
+    assert f"now {settings['price']:.3g} nats" in page
+    assert "| 0.6 | " in page
+    result = run(
+        "adapt", base, "--data", text, "--out", tmp_path / "b", *SHORT, *flags, "--hold", 1
+    )
+    assert isinstance(result.exception, ConfigError)
+    assert "hold must be 0.0 with controller='value'" in str(result.exception)
+
+
 def test_a_middle_window_is_named_by_its_size(run, base, text, tmp_path):
     flags = ("--experts", "full,local:12,local", "--granularity", "kv_head", "--json")
     result = run("adapt", base, "--data", text, "--out", tmp_path / "a", *SHORT, *flags)

@@ -10,7 +10,6 @@ import typer
 
 from meta_attention.cli.train import (
     ArgmaxFrom,
-    Controller,
     Hold,
     RouteGradient,
     RouteGranularity,
@@ -27,6 +26,7 @@ examples:
   meta-attention adapt ./my-model --data text.txt --recall-share 0.5 --out adapters/looks-up
   meta-attention adapt ./my-model --data text.txt --layers 3,9,15 --lora-rank 8 --out adapters/lora
   meta-attention adapt ./my-model --data text.txt --steps 1000 --cost-weight "0->0.02@0.1:0.4"
+  meta-attention adapt ./my-model --data text.txt --controller value --out adapters/by-value
   meta-attention adapt --out adapters/books --resume
   meta-attention generate --adapter adapters/books --prompt "The lighthouse"
 
@@ -42,6 +42,14 @@ what is trained:
   below the target from running away. Routes are drawn, and from --argmax-from on those of use.
 
 \b
+by value:
+  With --controller value nothing is pressed. Half of the routes of a step try any expert, and
+  routers learn by how many nats each expert brings predictions nearer to the model's own. A token
+  takes what is worth most at the going price, and the price is found that makes routes cost
+  --target-cost; the folder's README.md lists others, and meta_attention.adapt.set_price(model,
+  price) takes one of them without any training. It may take more steps: try --steps 900.
+
+\b
 what it is trained on:
   Blocks of --length tokens of --data. In --recall-share of them something further back than the
   window must be found again: passages that stand in the block once more, and by turns short lines
@@ -55,6 +63,12 @@ the folder:
   adapter.safetensors and adapter.json are the adapter, README.md says what was measured, lora/ is
   there with --lora-rank. run.json and metrics.jsonl are the log of the training.
 """
+
+
+class Controller(StrEnum):
+    bayesian = "bayesian"
+    prior_free = "prior_free"
+    value = "value"
 
 
 class Loss(StrEnum):
@@ -158,7 +172,9 @@ def adapt(
         RouteGradient | None,
         _flag("what routes run and learn from in training: all experts (default), or the chosen"),
     ] = None,
-    controller: Annotated[Controller | None, _flag("how tokens choose")] = None,
+    controller: Annotated[
+        Controller | None, _flag("how tokens choose; value: by what is worth its price, see below")
+    ] = None,
     prior_strength: Annotated[
         float | None, _flag("scale of the prior, the paper's beta_0; default 1", min=0.0)
     ] = None,
@@ -269,7 +285,7 @@ def _parse_layers(text: str) -> tuple[int, ...]:
 def _print_result(folder: Path, record: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from meta_attention.report.terminal import adapter_table
+    from meta_attention.report.terminal import adapter_table, price_table
     from meta_attention.training.economy import TOLERANCE
 
     measured = record["metrics"]
@@ -291,6 +307,8 @@ def _print_result(folder: Path, record: dict[str, Any]) -> None:
         f"tokens, adapted layers cost {measured['routed_cost']:.3f} of full attention"
     )
     console.print(adapter_table(measured["layers"]))
+    if "offers" in measured:
+        console.print(price_table(measured["offers"]))
     target, cost = measured["target_cost"], measured["routed_cost"]
     if target is not None and cost > TOLERANCE * target:
         print(f"note: that is above the target {target:g}; more steps bring it nearer")

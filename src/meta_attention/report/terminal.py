@@ -100,6 +100,23 @@ def adapter_table(layers: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
+def price_table(offers: Sequence[Mapping[str, float]]) -> Table:
+    """One row per cost that a price was found for, by what ``train_router`` measured of it."""
+    table = _table(
+        "Prices, in nats for full attention, and what routes cost and lose at each",
+        ["cost asked for", "price", "attention FLOPs", "loss", "divergence"],
+    )
+    for offer in offers:
+        table.add_row(
+            f"{offer['target_cost']:g}",
+            f"{offer['price']:.3g}",
+            f"{offer['attention_share']:.1%}",
+            f"{offer['lm_loss']:.4f}",
+            f"{offer['divergence']:.4f}",
+        )
+    return table
+
+
 def verdict_table(verdict: RouteVerdict) -> Table:
     """One row per routed layer: how its routes compare with forcing its experts."""
     names = list(dict.fromkeys(name for layer in verdict.layers for name in layer.best_share))

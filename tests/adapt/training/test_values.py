@@ -39,7 +39,7 @@ def test_values_buy_what_matters_for_the_cost_that_is_asked_for(
     assert measured["target_cost"] == 0.5
     assert measured["price"] == read_card(folder)["settings"]["price"] > 0.0
     offers = measured["offers"]
-    assert [offer["target_cost"] for offer in offers] == [0.4, 0.5, 0.6]
+    assert [offer["target_cost"] for offer in offers] == [0.25, 0.4, 0.5, 0.6]
     prices = [offer["price"] for offer in offers]
     assert prices == sorted(prices, reverse=True)
     divergences = [offer["divergence"] for offer in offers]
@@ -70,8 +70,8 @@ def test_a_value_run_that_was_stopped_goes_on_as_if_it_had_not_been(
 
     with monkeypatch.context() as patched:
         patched.setattr(RouterTrainer, "observe_step", stop)
+        settings = by_value(**given)
         with pytest.raises(TrainingError, match="stopped"):
-            settings = by_value(**given)
             train_router(base(), tokenizer, settings, cut)
     train_router(base(), tokenizer, by_value(**given), cut, resume=True)
 
@@ -119,4 +119,4 @@ def test_values_go_with_settings_of_the_command(tmp_path, text):
     given = {"model": "tiny", "data": (str(text),), "controller": "value"}
     settings = open_router_run(tmp_path, given, resume=False)
     assert isinstance(settings, RouterSettings)
-    assert settings.adapt_config(64).training_weights == "explore"
+    assert settings.adapt_config(64).controller == "value"

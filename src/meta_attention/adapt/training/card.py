@@ -1,6 +1,6 @@
 """The README of an adapter's folder: what it is for, what was measured, how to use it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ a layer is treated alike).
 {layers}
 
 Shares are of tokens at that length, on that text. Counted FLOPs are no time.
-
+{prices}
 ## Use
 
 ```python
@@ -51,6 +51,18 @@ tokenizer = load_tokenizer("{base}")
 {steps} steps of {batch} blocks of {length} tokens of {train_name}; loss `{loss}`, learning rate
 {lr:g}, cost weight `{cost_weight}`, KL weight `{kl_weight}`, seed {seed}. All settings are in
 `{card}`. `{weights}` holds the routers as they were after step {step}.
+"""
+
+_PRICES = """
+## Prices
+
+A token takes what is worth most to it at the going price, now {price:.3g} nats for full attention.
+`meta_attention.adapt.set_price(model, price)` sets another, without training. Found for a cost, on
+text of the training, and measured on the same text as above:
+
+| cost | price, nats | attention FLOPs | loss | divergence |
+|---|---|---|---|---|
+{rows}
 """
 
 
@@ -73,9 +85,9 @@ def render(card: Mapping[str, Any]) -> str:
         + f" | {layer['adaptivity']:.4f} |"
         for index, layer in measured["layers"].items()
     ]
-    target = measured["target_cost"]
+    target, offers = measured["target_cost"], measured.get("offers")
     return _PAGE.format(
-        **{k: v for k, v in measured.items() if k not in ("layers", "target_cost")},
+        **{k: v for k, v in measured.items() if k not in ("layers", "target_cost", "price")},
         base=base["name"] or "its base",
         family=base["family"],
         experts=" and ".join(_describe(name, routing) for name in experts),
@@ -89,6 +101,7 @@ def render(card: Mapping[str, Any]) -> str:
         expert_heads=" | ".join(experts),
         expert_lines="---|" * len(experts),
         layers="\n".join(rows),
+        prices="" if offers is None else _prices(measured["price"], offers),
         train_name=metadata["data"]["name"],
         steps=settings["steps"],
         batch=settings["batch_size"],
@@ -100,6 +113,15 @@ def render(card: Mapping[str, Any]) -> str:
         card=CARD_FILE,
         weights=WEIGHTS_FILE,
     )
+
+
+def _prices(price: float, offers: Sequence[Mapping[str, float]]) -> str:
+    rows = [
+        f"| {offer['target_cost']:g} | {offer['price']:.3g} | {offer['attention_share']:.1%} | "
+        f"{offer['lm_loss']:.4f} | {offer['divergence']:.4f} |"
+        for offer in offers
+    ]
+    return _PRICES.format(price=price, rows="\n".join(rows))
 
 
 def _describe(expert: str, routing: Mapping[str, Any]) -> str:
