@@ -27,6 +27,7 @@ def compare(
     other_runs: Path | None = None,
     *,
     seeds: Sequence[int] | None = None,
+    reference: str = REFERENCE,
     path: Path | None = None,
 ) -> Row:
     """Print how a variant stands to each of the others, and its own runs; write them to a file.
@@ -37,18 +38,20 @@ def compare(
         others: Variants it is compared with.
         other_runs: Folder of these and of their hybrid; None: the same.
         seeds: Of the variant, only these.
+        reference: The static variant that distances are taken to, in place of the hybrid.
         path: File to write; None: none.
     """
-    own = read_group(runs, variant, seeds)
+    own = read_group(runs, variant, seeds, reference)
     is_paired = other_runs is None or other_runs.resolve() == runs.resolve()
     # seed by seed, what the others have besides is left out
     theirs = [run["seed"] for run in own] if is_paired else None
     found = [
-        _stand(own, read_group(other_runs or runs, other, theirs), other, is_paired)
+        _stand(own, read_group(other_runs or runs, other, theirs, reference), other, is_paired)
         for other in others
     ]
     record = {
         "variant": variant,
+        "reference": reference,
         "runs": own,
         "attention_flops": _mean(own, "attention_flops"),
         "against": found,
@@ -60,11 +63,14 @@ def compare(
     return record
 
 
-def read_group(runs: Path, variant: str, seeds: Sequence[int] | None) -> list[Row]:
+def read_group(
+    runs: Path, variant: str, seeds: Sequence[int] | None, reference: str = REFERENCE
+) -> list[Row]:
     """What is compared of a variant's runs, those of a seed beside the hybrid of that seed."""
-    find_variant(variant)  # raises where there is none of this name
+    for name in (variant, reference):
+        find_variant(name)  # raises where there is none of this name
     results = read_results(runs)
-    hybrids = {result["seed"]: result for result in results if result["variant"] == REFERENCE}
+    hybrids = {result["seed"]: result for result in results if result["variant"] == reference}
     group = [
         _figures(result, hybrids[result["seed"]])
         for result in results
@@ -75,7 +81,7 @@ def read_group(runs: Path, variant: str, seeds: Sequence[int] | None) -> list[Ro
     if not group:
         asked = "the same seed" if seeds is None else f"a seed of {', '.join(map(str, seeds))}"
         raise DataError(
-            f"{runs} must have a finished run of {variant} and of {REFERENCE} with {asked}"
+            f"{runs} must have a finished run of {variant} and of {reference} with {asked}"
         )
     return group
 

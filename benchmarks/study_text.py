@@ -260,6 +260,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--others", nargs="+", required=True, metavar="VARIANT")
     command.add_argument("--other-runs", type=Path, help="of the others; default: the same")
     command.add_argument("--seeds", type=int, nargs="+", help="of the variant, only these")
+    command.add_argument(
+        "--reference",
+        default=study_report.REFERENCE,
+        help="static variant that distances are taken to, where no hybrid was run to its end",
+    )
     command.add_argument("--json", type=Path, help="file to write")
     command.set_defaults(call=compare)
     return parser
@@ -267,7 +272,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def compare(args: argparse.Namespace) -> int:
     study_compare.compare(
-        args.runs, args.variant, args.others, args.other_runs, seeds=args.seeds, path=args.json
+        args.runs,
+        args.variant,
+        args.others,
+        args.other_runs,
+        seeds=args.seeds,
+        reference=args.reference,
+        path=args.json,
     )
     return 0
 

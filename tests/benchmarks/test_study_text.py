@@ -570,6 +570,17 @@ def test_a_comparison_seed_by_seed_leaves_out_other_seeds(tmp_path):
     assert row["loss"]["n"] == 1
 
 
+def test_distances_may_be_taken_to_another_static_model(tmp_path):
+    for seed, gap in ((0, 0.1), (1, 0.3)):
+        write_run(tmp_path, "hybrid-1-5-heads-0.45", seed, 3.0, 0.1)
+        write_run(tmp_path, "value-1-5-0.45", seed, 3.0 - gap, 0.11)
+    variant, heads = "value-1-5-0.45", "hybrid-1-5-heads-0.45"
+    record = study_compare.compare(tmp_path, variant, [heads], reference=heads)
+    assert record["against"][0]["loss"]["mean"] == pytest.approx(-0.2)
+    with pytest.raises(DataError, match="and of hybrid-1-5 with"):
+        study_compare.compare(tmp_path, variant, [heads])
+
+
 def test_a_comparison_needs_runs_of_both_with_their_hybrids(rounds):
     first, second = rounds
     with pytest.raises(DataError, match="finished run of full and of hybrid-1-5"):
