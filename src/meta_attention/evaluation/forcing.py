@@ -81,6 +81,9 @@ class ForcedController(nn.Module):
     def groups(self) -> tuple[int, ...]:
         return self.controller.groups  # type: ignore[return-value]
 
+    def view_of(self, x: Tensor) -> Tensor:
+        return x
+
     def forward(self, x: Tensor, position_ids: Tensor) -> ForcedPosterior:
         shape = (*x.shape[:2], *self.groups)
         if isinstance(self.expert_index, int):
