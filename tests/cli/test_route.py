@@ -62,12 +62,27 @@ def test_a_static_checkpoint_gets_routes_and_then_another_price(run, static, tmp
         assert torch.equal(parameter, other.state_dict()[name])
 
 
+def test_a_model_may_learn_on_with_its_routes(run, static, tmp_path):
+    flags = (*SMALL, "--target-cost", 0.6, "--train-steps", 3, "--train-lr", 1e-3, "--json")
+    result = run("route", static, "--out", tmp_path / "on", *flags)
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["settings"]["train_steps"] == 3
+    assert record["offers"][1]["routed_cost"] == pytest.approx(0.6, rel=0.1)
+    before, after = (
+        MetaAttentionForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (static, tmp_path / "on")
+    )
+    assert not any(torch.equal(after[name], weight) for name, weight in before.items())
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--target-cost", 0.01), "target_cost must be above"),
         (("--length", 65), "length must be at most 64"),
         (("--steps", 0), "steps must be above 0"),
+        (("--train-steps", 2, "--train-lr", 0), "lr must be above 0"),
     ],
 )
 def test_errors_come_before_anything_is_learnt_or_written(run, static, tmp_path, flags, message):

@@ -11,6 +11,7 @@ from meta_attention.training.values import (
     cost_range,
     find_price,
     is_of_router,
+    learn_on,
     learn_values,
     router_parameters,
     with_values,
@@ -232,6 +233,45 @@ def test_errors_say_what_to_do(routed):
         make_static().set_price(0.1)
     with pytest.raises(ConfigError, match="price must be finite"):
         routed.set_price(float("nan"))
+
+
+def test_a_model_learns_on_with_its_routes_at_a_price_that_keeps_their_cost(routed, monkeypatch):
+    monkeypatch.setattr("meta_attention.training.values.REPRICED_EVERY", 10)
+    batches = make_batches(2)
+    learn_values(routed, batches * 5, num_steps=10)
+    find_price(routed, batches, 0.6)
+    before = {name: p.clone() for name, p in routed.named_parameters()}
+    rows, prices = [], []
+
+    def keep(step, figures):
+        rows.append(figures)
+        prices.append(routed.config.price)
+
+    learn_on(routed, batches * 20, batches, 0.6, num_steps=40, lr=1e-2, on_step=keep)
+    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
+    assert all(row["kl"] == 0.0 for row in rows)
+    for name, parameter in routed.named_parameters():
+        assert torch.equal(parameter, before[name]) == is_of_router(name), name
+        assert parameter.grad is None
+    assert len(set(prices)) > 1
+    assert len(set(prices[:10])) == 1
+    assert not routed.training
+    find_price(routed, batches, 0.6)
+    with torch.no_grad():
+        outs = [routed(ids, use_cache=False, output_routed_cost=True) for ids in batches]
+    assert torch.stack([out.routed_cost for out in outs]).mean().item() <= 0.6
+
+
+def test_learning_on_needs_values_a_cost_and_text(routed):
+    batches = make_batches(1)
+    with pytest.raises(ConfigError, match="this one has none"):
+        learn_on(make_static(), batches, batches, 0.6, num_steps=1)
+    with pytest.raises(ConfigError, match="target_cost must be above"):
+        learn_on(routed, batches, batches, 0.01, num_steps=1)
+    with pytest.raises(ConfigError, match="lr must be above 0"):
+        learn_on(routed, batches, batches, 0.6, num_steps=1, lr=0.0)
+    with pytest.raises(DataError, match="a batch for each of 2 steps, got 1"):
+        learn_on(routed, batches, batches, 0.6, num_steps=2)
 
 
 @pytest.mark.gpu

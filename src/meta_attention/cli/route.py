@@ -26,6 +26,7 @@ examples:
       --out runs/hybrid
   meta-attention route runs/hybrid --target-cost 0.35 --out runs/routed
   meta-attention route runs/hybrid --data code/ --window 64 --length 2048 --out runs/routed
+  meta-attention route runs/hybrid --train-steps 800 --out runs/routed
   meta-attention route runs/routed --steps 0 --target-cost 0.3 --out runs/cheaper
   meta-attention generate runs/routed --prompt "The if statement"
 
@@ -36,6 +37,8 @@ how:
   loss. A token takes it where that is more than its price. The price is found for --target-cost,
   the share of full attention's cost in these layers, and is 'price' in config.json: the same model
   can be sold for less or more (--steps 0). Losses are of text that was held out.
+  With --train-steps the model then learns on with these routes, at prices that keep their cost, and
+  values are learnt once more: better routes, of a model that is no longer the one you gave.
 """
 
 
@@ -80,6 +83,13 @@ def route(
     ] = None,
     max_bytes: Annotated[int | None, typer.Option(min=1, help="of the text, only so many")] = None,
     seed: Annotated[int, typer.Option(help="of new controllers and of what they try")] = 0,
+    train_steps: Annotated[
+        int,
+        typer.Option(
+            min=0, help="in which the model itself learns on with these routes, see below; 0: none"
+        ),
+    ] = 0,
+    train_lr: Annotated[float, typer.Option(help="learning rate of these at its highest")] = 3e-4,
     device: DeviceOption = Device.auto,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,11 +105,22 @@ def route(
     from meta_attention.training.corpus import read_corpus
     from meta_attention.training.route import RouteSettings, record_of, route_checkpoint
 
-    settings = RouteSettings(target_cost, window, length, steps, batch_size, lr, recurrence, seed)
+    settings = RouteSettings(
+        target_cost=target_cost,
+        window_size=window,
+        length=length,
+        steps=steps,
+        batch_size=batch_size,
+        lr=lr,
+        recurrence=recurrence,
+        seed=seed,
+        train_steps=train_steps,
+        train_lr=train_lr,
+    )
     corpus = read_corpus(data or [], max_bytes=max_bytes)
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        bar = progress.add_task("learning values", total=steps)
+        bar = progress.add_task("learning", total=settings.num_steps)
         routed, offers = route_checkpoint(
             model,
             tokenizer,  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from meta_attention.training.packing import PackedDataset, pack
 from meta_attention.training.values import (
     cost_range,
     find_price,
+    learn_on,
     learn_values,
     with_values,
 )
@@ -63,6 +64,9 @@ class RouteSettings:
         lr: Learning rate at its highest.
         recurrence: As of ``MetaAttentionConfig``, 0: without; None: 3, or as the checkpoint has it.
         seed: Of new controllers, of the order of texts and of what is tried.
+        train_steps: In which the model itself learns on with these routes; 0: it stays as it is.
+            Values are learnt once more then, in half as many steps as before.
+        train_lr: Learning rate of that at its highest.
     """
 
     target_cost: float = 0.35
@@ -73,6 +77,14 @@ class RouteSettings:
     lr: float = 3e-3
     recurrence: int | None = None
     seed: int = 0
+    train_steps: int = 0
+    train_lr: float = 3e-4
+
+    @property
+    def num_steps(self) -> int:
+        """All of them: of values, of the model, and of values once more."""
+        again = max(1, self.steps // 2) if self.train_steps else 0
+        return self.steps + self.train_steps + again
 
 
 def route_checkpoint(
@@ -92,7 +104,7 @@ def route_checkpoint(
         tokenizer: Its own.
         corpus: Text like that of its users; a part of it is held out to judge.
         settings: What to do.
-        on_step: As of :func:`learn_values`.
+        on_step: As of :func:`learn_values`, counted through to ``settings.num_steps``.
     """
     longest = model.config.max_position_embeddings
     length = settings.length or min(LENGTH, longest)
@@ -116,17 +128,18 @@ def route_checkpoint(
             recurrence=RECURRENCE if settings.recurrence is None else settings.recurrence or None,
             seed=settings.seed,
         )
+    if settings.train_steps and not settings.steps:
+        raise ConfigError("train_steps needs steps above 0: what a model has become must be learnt")
     check_cost(settings.target_cost, *cost_range(routed))
     price = model.config.price if model.config.controller == "value" else None
     before = judge(model, judged, None, price)
     device = model.device
+    num_blocks = max(1, PRICING_TOKENS // length)
+    texts = list(_blocks(learnt, num_blocks, settings.batch_size, device))
     if settings.steps:
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
-            batches = _batches(learnt, settings.batch_size, device)
-            learn_values(routed, batches, num_steps=settings.steps, lr=settings.lr, on_step=on_step)
-    num_blocks = max(1, PRICING_TOKENS // length)
-    texts = list(_blocks(learnt, num_blocks, settings.batch_size, device))
+            _learn(routed, _batches(learnt, settings.batch_size, device), texts, settings, on_step)
     offers = []
     # what was asked for comes last, so that its price stays
     others = [cost for cost in LISTED_COSTS if cost != settings.target_cost]
@@ -135,6 +148,38 @@ def route_checkpoint(
             judge(routed, judged, cost, find_price(routed, texts, cost, tolerance=TOLERANCE))
         )
     return routed, [before, offers.pop(), *offers]
+
+
+def _learn(
+    model: MetaAttentionForCausalLM,
+    batches: Iterator[Tensor],
+    texts: Sequence[Tensor],
+    settings: RouteSettings,
+    on_step: Callable[[int, dict[str, float]], None] | None,
+) -> None:
+    """Values; and where the model learns on with them, values of what it has become."""
+    done = 0
+
+    def count(step: int, figures: dict[str, float]) -> None:
+        if on_step is not None:
+            on_step(done + step, figures)
+
+    learn_values(model, batches, num_steps=settings.steps, lr=settings.lr, on_step=count)
+    if not settings.train_steps:
+        return
+    done += settings.steps
+    learn_on(
+        model,
+        batches,
+        texts,
+        settings.target_cost,
+        num_steps=settings.train_steps,
+        lr=settings.train_lr,
+        on_step=count,
+    )
+    done += settings.train_steps
+    again = settings.num_steps - done
+    learn_values(model, batches, num_steps=again, lr=settings.lr, on_step=count)
 
 
 @torch.no_grad()

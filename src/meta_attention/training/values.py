@@ -3,7 +3,8 @@
 The model stays as it is. Some routes of every text try any expert (``training_weights="explore"``),
 and the gradient of the loss says by how much another would have been better: what controllers learn
 to expect from the token. Nothing has to be pressed, and no capability can be lost. What the model
-then spends is for a price to say, which can be found for any cost, and changed in use.
+then spends is for a price to say, which can be found for any cost, and changed in use. With these
+routes, which try nothing, the model may learn on.
 
 Shapes: B sequences, T their length.
 """
@@ -26,6 +27,10 @@ from meta_attention.routing import DEAREST, check_cost, search_price
 
 WARMUP = 0.05  # of the steps
 BETAS, MAX_NORM = (0.9, 0.999), 1.0
+# of a model that learns on: its optimiser, the steps after which another price is found, and the
+# share by which a cost may be below the one asked for
+MODEL_BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+REPRICED_EVERY, NEARLY = 100, 0.01
 
 
 def with_values(
@@ -121,35 +126,78 @@ def learn_values(
             that were tried, and ``kl``, half the squares of the values.
     """
     parameters = router_parameters(model)
-    if num_steps < 1:
-        raise ConfigError(f"num_steps must be >= 1, got {num_steps}")
-    if not 0.0 < lr < math.inf:
-        raise ConfigError(f"lr must be above 0 and finite, got {lr}")
+    _check_steps(num_steps, lr)
     optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
-    warmup = max(1, round(WARMUP * num_steps))
     done = 0
     with _exploring(model, parameters):
         for ids in batches:
             if done == num_steps:
                 break
-            progress = max(0, done - warmup) / max(1, num_steps - warmup)
-            rate = min(1.0, (done + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
-            for group in optimiser.param_groups:
-                group["lr"] = lr * rate
-            with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
-                out = model(ids, labels=ids, use_cache=False)
-            figures = {"loss": out.task_loss.item(), "kl": out.kl.item()}
-            if not math.isfinite(sum(figures.values())):
-                raise ConfigError(f"loss and values must be finite, got {figures}; lower the lr")
-            optimiser.zero_grad(set_to_none=True)
-            (out.task_loss + out.kl).backward()
-            nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-            optimiser.step()
+            _set_rate(optimiser, lr, done, num_steps)
+            figures = _step(model, ids, optimiser, parameters, autocast)
             done += 1
             if on_step is not None:
                 on_step(done, figures)
-    if done < num_steps:
-        raise DataError(f"there must be a batch for each of {num_steps} steps, got {done}")
+    _check_done(done, num_steps)
+
+
+def learn_on(
+    model: MetaAttentionForCausalLM,
+    batches: Iterable[Tensor],
+    texts: Sequence[Tensor],
+    target_cost: float,
+    *,
+    num_steps: int,
+    lr: float = 3e-4,
+    autocast: torch.dtype | None = None,
+    on_step: Callable[[int, dict[str, float]], None] | None = None,
+) -> None:
+    """Let the model itself learn on with its routes, whose cost is kept.
+
+    Controllers stay as they are, so that they know what experts were worth to the model as it was:
+    let them learn once more, then find a price.
+
+    Args:
+        model: With values that were learnt.
+        batches: Token ids ``[B, T]``, one for each step.
+        texts: Token ids ``[B, T]`` on which a price is found at first and every
+            ``REPRICED_EVERY`` steps.
+        target_cost: As of :func:`find_price`.
+        num_steps: How many batches to take.
+        lr: Learning rate at its highest, after a short rise; it then falls to 0 as a cosine.
+        autocast: Precision of the model's forward pass; None: that of its weights.
+        on_step: Called after every step with its number and its figures: ``loss``, and ``kl``,
+            which is 0.
+    """
+    _check_steps(num_steps, lr)
+    routers = {id(p) for p in router_parameters(model)}
+    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in routers]
+    optimiser = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr,
+        betas=MODEL_BETAS,
+    )
+    was_training, done = model.training, 0
+    try:
+        for ids in batches:
+            if done == num_steps:
+                break
+            if done % REPRICED_EVERY == 0:
+                find_price(model, texts, target_cost, tolerance=NEARLY)
+            model.train()
+            _set_rate(optimiser, lr, done, num_steps)
+            figures = _step(model, ids, optimiser, parameters, autocast)
+            done += 1
+            if on_step is not None:
+                on_step(done, figures)
+    finally:
+        model.train(was_training)
+        # nothing of routers has learnt
+        model.zero_grad(set_to_none=True)
+    _check_done(done, num_steps)
 
 
 @torch.no_grad()
@@ -215,6 +263,49 @@ def router_parameters(model: nn.Module) -> list[nn.Parameter]:
     layers = [m for m in model.modules() if isinstance(m, BayesianMetaAttentionLayer)]
     parts = [part for layer in layers for part in (layer.controller, layer.recurrence)]
     return [p for part in parts if part is not None for p in part.parameters()]
+
+
+def _check_steps(num_steps: int, lr: float) -> None:
+    if num_steps < 1:
+        raise ConfigError(f"num_steps must be >= 1, got {num_steps}")
+    if not 0.0 < lr < math.inf:
+        raise ConfigError(f"lr must be above 0 and finite, got {lr}")
+
+
+def _check_done(done: int, num_steps: int) -> None:
+    if done < num_steps:
+        raise DataError(f"there must be a batch for each of {num_steps} steps, got {done}")
+
+
+def _set_rate(optimiser: torch.optim.Optimizer, lr: float, done: int, num_steps: int) -> None:
+    """Up in a straight line, then down to 0 as a cosine."""
+    warmup = max(1, round(WARMUP * num_steps))
+    progress = max(0, done - warmup) / max(1, num_steps - warmup)
+    rate = min(1.0, (done + 1) / warmup) * 0.5 * (1.0 + math.cos(math.pi * progress))
+    for group in optimiser.param_groups:
+        group["lr"] = lr * rate
+
+
+def _step(
+    model: MetaAttentionForCausalLM,
+    ids: Tensor,
+    optimiser: torch.optim.Optimizer,
+    parameters: list[nn.Parameter],
+    autocast: torch.dtype | None,
+) -> dict[str, float]:
+    with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
+        out = model(ids, labels=ids, use_cache=False)
+    figures = {"loss": out.task_loss.item(), "kl": out.kl.item()}
+    if not math.isfinite(sum(figures.values())):
+        raise ConfigError(f"loss and values must be finite, got {figures}; lower the lr")
+    loss = out.task_loss + out.kl
+    if out.depth_loss is not None:
+        loss = loss + model.config.depth_weight * out.depth_loss
+    optimiser.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+    optimiser.step()
+    return figures
 
 
 @contextmanager
