@@ -18,7 +18,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def learn_values_of(training: Training, base: Path, folder: Path) -> None:
     shutil.copy(base / METRICS, folder / METRICS)
     figures = json.loads((base / RESULT).read_text())
     training.steps_done, training.seconds = figures["steps"], figures["seconds"]
-    other = _same_but_for_its_target(training.variant, folder)
+    other = _same_but_for_its_target(folder)
     if other is None:
         training.take(MetaAttentionForCausalLM.from_pretrained(base / "model").state_dict())
         _learn_values(training, folder)
@@ -147,19 +147,20 @@ def _learn_values(training: Training, folder: Path, part: float = 1.0) -> None:
     """Of a model as it is after so many steps; the log has what was learnt of it before, too."""
     path, after = folder / VALUES, training.steps_done
     rows = [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
-    kept = [row for row in rows if row["after"] < after]
+    kept = [row for row in rows if row.get("after", after) < after]
     new = [{"after": after} | row for row in training.learn_values(part)]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in kept + new))
 
 
-def _same_but_for_its_target(variant: Variant, folder: Path) -> Path | None:
+def _same_but_for_its_target(folder: Path) -> Path | None:
     """A finished run beside one, of the same settings and seed."""
     mine = json.loads((folder / CONFIG).read_text())
     for path in sorted(folder.parent.glob(f"*/{RESULT}")):
         theirs = json.loads((path.parent / CONFIG).read_text())
-        routing = Variant.of_run(theirs["routing"])
+        # as they were written: what a run does not know of is of code from before
+        target = {"target": mine["routing"]["target"]}
         is_same = all(theirs[name] == mine[name] for name in ("seed", "scale", "settings", "text"))
-        if is_same and replace(routing, target=variant.target) == variant:
+        if is_same and theirs["routing"] | target == mine["routing"]:
             return path.parent
     return None
 
@@ -249,7 +250,8 @@ def measure_times(
     variant = find_variant(settings["variant"])
     trained = MetaAttentionForCausalLM.from_pretrained(folder / "model")
     # where values came afterwards, its steps were those of the static model
-    stepped = variant if variant.priced is None else find_variant(variant.priced)
+    is_static = variant.priced is not None and not variant.trains_on
+    stepped = find_variant(variant.priced) if variant.priced and is_static else variant
     training = Training(cache, stepped, scale, settings["seed"], device, compile=compile)
     weights = trained.state_dict()
     training.model.load_state_dict({name: weights[name] for name in training.model.state_dict()})

@@ -82,7 +82,7 @@ def test_a_model_may_learn_on_with_its_routes(run, static, tmp_path):
         (("--target-cost", 0.01), "target_cost must be above"),
         (("--length", 65), "length must be at most 64"),
         (("--steps", 0), "steps must be above 0"),
-        (("--train-steps", 2, "--train-lr", 0), "lr must be above 0"),
+        (("--train-steps", 2, "--train-lr", 0), "train_lr must be above 0"),
     ],
 )
 def test_errors_come_before_anything_is_learnt_or_written(run, static, tmp_path, flags, message):

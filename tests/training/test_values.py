@@ -247,7 +247,10 @@ def test_a_model_learns_on_with_its_routes_at_a_price_that_keeps_their_cost(rout
         rows.append(figures)
         prices.append(routed.config.price)
 
+    # which it does not do while the model learns
+    routed.config.training_weights = "explore"
     learn_on(routed, batches * 20, batches, 0.6, num_steps=40, lr=1e-2, on_step=keep)
+    assert routed.config.training_weights == "explore"
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
     assert all(row["kl"] == 0.0 for row in rows)
     for name, parameter in routed.named_parameters():
@@ -268,6 +271,8 @@ def test_learning_on_needs_values_a_cost_and_text(routed):
         learn_on(make_static(), batches, batches, 0.6, num_steps=1)
     with pytest.raises(ConfigError, match="target_cost must be above"):
         learn_on(routed, batches, batches, 0.01, num_steps=1)
+    with pytest.raises(ConfigError, match="batches must have tokens"):
+        find_price(routed, [], 0.6)
     with pytest.raises(ConfigError, match="lr must be above 0"):
         learn_on(routed, batches, batches, 0.6, num_steps=1, lr=0.0)
     with pytest.raises(DataError, match="a batch for each of 2 steps, got 1"):

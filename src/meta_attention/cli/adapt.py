@@ -310,7 +310,13 @@ def _print_result(folder: Path, record: dict[str, Any]) -> None:
     if "offers" in measured:
         console.print(price_table(measured["offers"]))
     target, cost = measured["target_cost"], measured["routed_cost"]
-    if target is not None and cost > TOLERANCE * target:
+    if "offers" in measured:
+        if not target / TOLERANCE <= cost <= TOLERANCE * target:
+            print(
+                f"note: the target was {target:g}, on the training text that the price was found "
+                "on; meta_attention.adapt.find_price finds another on text of your own"
+            )
+    elif target is not None and cost > TOLERANCE * target:
         print(f"note: that is above the target {target:g}; more steps bring it nearer")
     elif target is not None and cost < target / TOLERANCE:
         print(f"note: that is below the target {target:g}; a larger --hold brings it nearer")

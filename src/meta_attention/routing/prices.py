@@ -24,14 +24,20 @@ def search_price(
     if cost_at(0.0) <= target_cost:
         return 0.0
     low, high = math.log(CHEAPEST), math.log(DEAREST)
+    is_found = False
     for _ in range(BISECTIONS):
         middle = 0.5 * (low + high)
         cost = cost_at(math.exp(middle))
-        low, high = (middle, high) if cost > target_cost else (low, middle)
-        if (1.0 - tolerance) * target_cost <= cost <= target_cost:
-            break
+        if cost > target_cost:
+            low = middle
+            continue
+        high, is_found = middle, cost <= target_cost
+        if is_found and cost >= (1.0 - tolerance) * target_cost:
+            return math.exp(high)
     price = math.exp(high)
-    if not cost_at(price) <= target_cost:
+    # sets it, too; what was found once may be a token off where sums are not the same twice
+    cost = cost_at(price)
+    if not is_found and not cost <= target_cost:
         raise ConfigError(
             f"no price up to {DEAREST} nats makes routes cost {target_cost}: are all values finite?"
         )

@@ -3,6 +3,7 @@
 Shapes: B sequences, T their length.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -130,6 +131,8 @@ def route_checkpoint(
         )
     if settings.train_steps and not settings.steps:
         raise ConfigError("train_steps needs steps above 0: what a model has become must be learnt")
+    if not 0.0 < settings.train_lr < math.inf:
+        raise ConfigError(f"train_lr must be above 0 and finite, got {settings.train_lr}")
     check_cost(settings.target_cost, *cost_range(routed))
     price = model.config.price if model.config.controller == "value" else None
     before = judge(model, judged, None, price)

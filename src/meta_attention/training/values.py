@@ -123,7 +123,7 @@ def learn_values(
         lr: Learning rate at its highest, after a short rise; it then falls to 0 as a cosine.
         autocast: Precision of the model's forward pass; None: that of its weights.
         on_step: Called after every step with its number and its figures: ``loss`` with the routes
-            that were tried, and ``kl``, half the squares of the values.
+            that were tried, and ``kl``, the normalisers of the scores.
     """
     parameters = router_parameters(model)
     _check_steps(num_steps, lr)
@@ -171,16 +171,21 @@ def learn_on(
     """
     _check_steps(num_steps, lr)
     routers = {id(p) for p in router_parameters(model)}
-    parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in routers]
+    learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    learning = {n: p for n, p in learning.items() if id(p) not in routers}
+    parameters = list(learning.values())
+    decayed = [p for name, p in learning.items() if p.dim() > 1 and not _is_free(name)]
+    kept = {id(p) for p in decayed}
     optimiser = torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in parameters if id(p) not in kept], "weight_decay": 0.0},
         ],
         lr,
         betas=MODEL_BETAS,
     )
-    was_training, done = model.training, 0
+    was_training, draw, done = model.training, model.config.training_weights, 0
+    model.config.training_weights = "mean"
     try:
         for ids in batches:
             if done == num_steps:
@@ -195,6 +200,7 @@ def learn_on(
                 on_step(done, figures)
     finally:
         model.train(was_training)
+        model.config.training_weights = draw
         # nothing of routers has learnt
         model.zero_grad(set_to_none=True)
     _check_done(done, num_steps)
@@ -221,6 +227,8 @@ def find_price(
     check_cost(target_cost, *cost_range(model))
     before = model.config.price
     num_tokens = sum(ids.numel() for ids in batches)
+    if not num_tokens:
+        raise ConfigError("batches must have tokens to find a price on, got none")
 
     def cost_at(price: float) -> float:
         model.set_price(price)
@@ -263,6 +271,11 @@ def router_parameters(model: nn.Module) -> list[nn.Parameter]:
     layers = [m for m in model.modules() if isinstance(m, BayesianMetaAttentionLayer)]
     parts = [part for layer in layers for part in (layer.controller, layer.recurrence)]
     return [p for part in parts if part is not None for p in part.parameters()]
+
+
+def _is_free(name: str) -> bool:
+    """Whether a parameter is no better at 0 than elsewhere; as of MetaAttentionTrainer."""
+    return ".rates." in name or ".residuals." in name
 
 
 def _check_steps(num_steps: int, lr: float) -> None:

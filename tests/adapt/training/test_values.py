@@ -86,6 +86,23 @@ def test_a_value_run_that_was_stopped_goes_on_as_if_it_had_not_been(
     assert offers[0] == offers[1]
 
 
+def test_a_run_that_fails_leaves_no_price_that_buys_everything(
+    base, tokenizer, by_value, tmp_path, monkeypatch
+):
+    from meta_attention.adapt.training.trainer import RouterTrainer
+
+    def fail(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(RouterTrainer, "observe_step", fail)
+    model = base()
+    with pytest.raises(KeyboardInterrupt):
+        train_router(model, tokenizer, by_value(), tmp_path / "a")
+    for router in routers_of(model):
+        assert router.controller.price.item() == 0.0
+        assert router.adaptation.config.price == router.adaptation.settings.price == 0.0
+
+
 def test_what_would_press_values_is_refused(by_value):
     assert by_value().kl_weight == Schedule.constant(1.0)
     assert by_value().lora_rank == 0
@@ -95,8 +112,9 @@ def test_what_would_press_values_is_refused(by_value):
         ("argmax_from", 0.5),
         ("lora_rank", 4),
         ("kl_weight", Schedule.constant(0.1)),
+        ("target_cost", None),
     ):
-        with pytest.raises(ConfigError, match=f"{name} must be .* with controller='value'"):
+        with pytest.raises(ConfigError, match=f"{name} must be .* controller='value'"):
             by_value(**{name: value})
 
 

@@ -173,10 +173,15 @@ class RouterSettings(RunSettings):
 
 
 def _check_values(settings: RouterSettings) -> None:
+    if settings.target_cost is None:
+        raise ConfigError(
+            "target_cost must be given with controller='value': it is what a price is found for, "
+            "got None"
+        )
     for name, expected in NOT_PRESSED.items():
         got = getattr(settings, name)
         if got != expected:
             raise ConfigError(
                 f"{name} must be {expected} with controller='value', whose routes are not pressed "
-                f"but have a price, got {got}; leave it out"
+                f"but have a price, got {got}; leave it out, and let RouterSettings.of fill it in"
             )

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meta_attention.adapt.prices import cost_range, find_price, set_price
+from meta_attention.adapt.prices import cost_range, find_price
+from meta_attention.adapt.router import routers_of
 from meta_attention.adapt.training.trainer import RouterTrainer
 from meta_attention.routing import DEAREST, check_cost
 
@@ -26,10 +27,9 @@ class ValueTrainer(RouterTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        target, (lowest, highest) = self.settings.target_cost, cost_range(self.routed)
-        if target is not None:
-            check_cost(target, lowest, highest)
-        costs = LISTED_COSTS if target is None else {*LISTED_COSTS, target}
+        lowest, highest = cost_range(self.routed)
+        check_cost(self.target_cost, lowest, highest)
+        costs = {*LISTED_COSTS, self.target_cost}
         self.listed = sorted(cost for cost in costs if lowest < cost <= highest)
         self.pricing = self._pick_blocks()
 
@@ -39,18 +39,22 @@ class ValueTrainer(RouterTrainer):
         return self.model
 
     @property
-    def target_cost(self) -> float | None:
+    def target_cost(self) -> float:
+        assert self.settings.target_cost is not None  # settings of values have one
         return self.settings.target_cost
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's; however it ends, the model costs what its settings say."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._let_cost(self.adaptation.config.price)
+
     def evaluate(self, *args: Any, at_cost: float | None = None, **kwargs: Any) -> dict[str, float]:
-        """As Trainer's, at the price of a cost: by default the target's; without one, at 0."""
+        """As Trainer's, at the price of a cost: by default the target's."""
         cost = self.target_cost if at_cost is None else at_cost
-        with self.window.clock_stopped():
-            if cost is None:
-                set_price(self.routed, 0.0)
-            else:
-                with self.accelerator.autocast():
-                    find_price(self.routed, self.pricing, cost)
+        with self.window.clock_stopped(), self.accelerator.autocast():
+            find_price(self.routed, self.pricing, cost)
         return super().evaluate(*args, **kwargs)
 
     def price_list(self) -> list[dict[str, float]]:
@@ -66,7 +70,12 @@ class ValueTrainer(RouterTrainer):
     def _set_modes(self, model: nn.Module) -> None:
         super()._set_modes(model)
         # until it is known what they are worth, everything is bought
-        set_price(model, -DEAREST)
+        self._let_cost(-DEAREST)
+
+    def _let_cost(self, price: float) -> None:
+        """For a while: what is saved keeps the price it has."""
+        for router in routers_of(self.routed):
+            router.controller.price.fill_(price)
 
     def _pick_blocks(self) -> list[Tensor]:
         """Text from all over the training data as it was, in batches as of a step."""
