@@ -318,7 +318,7 @@ def test_a_report_has_means_intervals_and_the_distance_to_static_variants(cache,
     [
         *VARIANTS,
         *(f"bayes-all-token-0.2-{ending}" for ending in ENDINGS if ending not in VALUE_ENDINGS),
-        *(f"value-1-5-0.45-{ending}" for ending in VALUE_ENDINGS),
+        *(f"value-1-5-0.45-{ending}" for ending in sorted(VALUE_ENDINGS)),
     ],
 )
 def test_every_variant_is_a_model_of_every_scale(name):
