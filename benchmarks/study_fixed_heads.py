@@ -52,17 +52,20 @@ class FixedHeads:
             for parameter in controller.parameters():
                 parameter.zero_()
 
+    def look_at(self, ids: Tensor) -> None:
+        """A text ``[B, T]`` on which heads are to be judged: what experts cost may depend on it."""
+
     def set(self, choice: Choice) -> None:
         """Give every head its expert."""
         heads = iter(choice)
         for controller in self.controllers:
             experts = torch.tensor(list(itertools.islice(heads, controller.groups[0])))
             chosen = F.one_hot(experts, len(controller.costs))  # [G, E]
-            _bias(controller).copy_(CERTAIN * chosen.flatten())
+            last_layer(controller).bias.copy_(CERTAIN * chosen.flatten())
 
     def get(self) -> list[list[int]]:
         """The experts of the heads, by layer."""
-        biases = (_bias(c).view(*c.groups, -1) for c in self.controllers)
+        biases = (last_layer(c).bias.view(*c.groups, -1) for c in self.controllers)
         return [bias.argmax(dim=-1).tolist() for bias in biases]
 
     def cost(self, choice: Choice) -> float:
@@ -110,9 +113,10 @@ def choose_heads(
             losses = [model(part, labels=part, use_cache=False).task_loss for part in ids.split(8)]
         return torch.stack(losses).mean().item()
 
+    heads.look_at(ids)
     heads.set(heads.find(loss, cost=cost))
 
 
-def _bias(controller: MLPController) -> Tensor:
-    last: nn.Linear = controller.mlp[-1]  # type: ignore[assignment]
-    return last.bias
+def last_layer(controller: MLPController) -> nn.Linear:
+    """Of which the outputs are logits, those of a head together."""
+    return controller.mlp[-1]  # type: ignore[return-value]

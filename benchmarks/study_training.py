@@ -6,6 +6,7 @@ Shapes: B sequences, T their length.
 import math
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,22 @@ import torch
 from study_data import Cache
 from study_evaluation import autocast
 from study_fixed_heads import FixedHeads, choose_heads
-from study_rule import follow_rule
+from study_rule import RuledHeads, follow_rule
 from study_variants import Scale, Variant
 from torch import Tensor, nn
 
 from meta_attention import MetaAttentionForCausalLM
 from meta_attention.controller.controllers import MLPController
+from meta_attention.controller.posterior import ValuePosterior
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.objective import routing_loss
 from meta_attention.training.economy import WINDOW, Economy
-from meta_attention.training.values import find_price, is_of_router, learn_values
+from meta_attention.training.values import (
+    find_price,
+    is_of_router,
+    learn_values,
+    value_controllers,
+)
 
 WARMUP = 0.05  # of the steps
 # before a step is captured: kernels are compiled, the optimiser's state exists
@@ -67,10 +74,18 @@ class Training:
         self.model.to(torch.device(device))
         if variant.is_blind:
             self._blind_controllers()
-        self.heads = FixedHeads(self.model) if variant.is_fixed else None
+        self.heads: FixedHeads | None = None
         self.prices: dict[str, float] | None = None
-        if variant.is_rule:
+        if variant.is_rule and variant.target is None:
             follow_rule(self.model)
+        elif variant.is_rule:
+            self.heads = RuledHeads(self.model)
+        elif variant.is_fixed:
+            self.heads = FixedHeads(self.model)
+        self._is_in_step = False
+        if variant.is_shuffled:
+            for controller in value_controllers(self.model):
+                controller.register_forward_hook(self._shuffle)
         if compile:
             for block in self.model.model.layers:
                 block.compile()
@@ -89,8 +104,8 @@ class Training:
             capturable=is_cuda,
         )
         pressure = variant.pressure(scale)
-        target = variant.target if variant.is_routed and not variant.priced else None
-        self.economy = Economy(scale.steps, pressure, target)
+        is_steered = variant.is_routed and not variant.is_rule and not variant.priced
+        self.economy = Economy(scale.steps, pressure, variant.target if is_steered else None)
         # of every corpus the beginning, so that more repetitions see a part of what fewer see
         texts = cache.tokens("train", device).values()
         self.text = torch.cat([text[: len(text) // scale.repeat] for text in texts])
@@ -115,6 +130,15 @@ class Training:
                 nn.init.zeros_(first.weight)  # type: ignore[arg-type]
                 nn.init.ones_(first.bias)  # type: ignore[arg-type]
                 first.requires_grad_(False)
+
+    def _shuffle(self, _: nn.Module, __: Any, found: ValuePosterior) -> ValuePosterior:
+        """What a token is routed by, of another of its text; all heads of the same one."""
+        if not self._is_in_step:
+            return found
+        order = torch.rand(found.mean.shape[:2], device=found.mean.device).argsort(dim=1)
+        index = order[..., *(None,) * (found.mean.dim() - 2)].expand_as(found.mean)
+        mean, score = found.mean.gather(1, index), found.score.gather(1, index)
+        return replace(found, mean=mean, score=score)
 
     def choose_heads(self) -> None:
         """Give heads that differ the experts that suit the model as it is, if there are any."""
@@ -247,6 +271,7 @@ class Training:
     def _compute(self) -> Tensor:
         """Forward, backward and update: all of a step that runs on the device."""
         self.optimiser.zero_grad(set_to_none=True)
+        self._is_in_step = True
         with autocast(self.device):
             out = self.model(
                 self.ids,
@@ -255,6 +280,7 @@ class Training:
                 output_routed_cost=True,
                 output_routing_entropy=True,
             )
+        self._is_in_step = False
         loss = routing_loss(
             out.task_loss,
             out.kl,

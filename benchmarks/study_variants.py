@@ -196,9 +196,12 @@ class Variant:
         value_share: Of the scale's steps to learn values, how many it takes.
         trains_on: Values are learnt where other variants begin to route, and the model learns on
             with routes by value; what they are worth then is learnt once more at the end.
+        is_shuffled: While it learns on, tokens have the routes of others of their text: as many as
+            by value for each head, in other places.
         value_scale: Nats above which values are told apart in relation to their size.
         is_rule: Nothing is learnt to choose: full attention where the last two tokens stood
-            together before, beyond the middle window, and that window elsewhere.
+            together before, beyond the middle window, and that window elsewhere. With a target,
+            heads differ, and following the rule is one more expert that a head may have.
         is_tilted: A Bayesian controller is pressed by its cost, too, and the KL keeps a small
             weight. For weights of a softmax that is a prior tilted against what is dear, which may
             be as strong as it must without making routes uncertain.
@@ -224,6 +227,7 @@ class Variant:
     priced: str | None = None
     value_share: float = 1.0
     trains_on: bool = False
+    is_shuffled: bool = False
     value_scale: float | None = None
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
@@ -367,6 +371,12 @@ def _fixed_heads(pattern: str, cost: float) -> Variant:
     return Variant(pattern, "prior_free", target=cost, granularity="kv_head", is_fixed=True)
 
 
+def _ruled_heads(pattern: str, cost: float) -> Variant:
+    return Variant(
+        pattern, "prior_free", target=cost, granularity="kv_head", is_rule=True, recurrence=2
+    )
+
+
 VARIANTS: dict[str, Variant] = {
     "full": Variant("F"),
     "gated-full": Variant("G"),
@@ -391,6 +401,9 @@ VARIANTS: dict[str, Variant] = {
     "hybrid-1-1-heads-0.45": _fixed_heads("LW", 0.45),
     # chosen by token, but not by anything learnt
     "rule-wide": Variant(HYBRID.replace("F", "W"), "prior_free", is_rule=True, recurrence=2),
+    # and by heads: of all experts for them, following the rule among these, the best
+    "rule-1-5-heads-0.45": _ruled_heads(HYBRID.replace("F", "W"), 0.45),
+    "rule-1-1-heads-0.45": _ruled_heads("LW", 0.45),
     "prior-free-all-0.2": Variant("S", "prior_free", target=0.2),
     "prior-free-global-0.4": Variant(HYBRID.replace("F", "S"), "prior_free", target=0.4),
     "prior-free-wide-0.3": Variant(HYBRID.replace("F", "W"), "prior_free", target=0.3),
@@ -443,11 +456,13 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     # small values apart as finely as large ones
     "scaled": lambda v: replace(v, value_scale=0.01),
     "on": lambda v: replace(v, trains_on=True),
+    # is it these routes that a model learns from?
+    "shuffled": lambda v: replace(v, is_shuffled=True),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),
 }
-VALUE_ENDINGS = {"brief", "wide", "scaled", "on"}
+VALUE_ENDINGS = {"brief", "wide", "scaled", "on", "shuffled"}
 
 
 def find_variant(name: str) -> Variant:
@@ -477,6 +492,8 @@ def base_and_endings(name: str) -> tuple[str, list[str]]:
             f"{', '.join(f'-{ending}' for ending in sorted(VALUE_ENDINGS))} may follow variants "
             f"that learn values, and nothing else may, got {name!r}"
         )
+    if "shuffled" in endings and "on" not in endings:
+        raise ConfigError(f"-shuffled is for variants that learn on, with -on, got {name!r}")
     if not VARIANTS[base].is_routed and set(endings) - set(STATIC_ENDINGS):
         raise ConfigError(
             f"variant {base} has no routes, so only {', '.join(STATIC_ENDINGS)} may follow it, got "

@@ -7,28 +7,17 @@ import pytest
 import study_fixed_heads
 import study_text
 import torch
-from study_data import Cache, prepare
 from study_fixed_heads import FixedHeads
 from study_training import Training
 from study_variants import SCALES, VARIANTS, find_variant
 
 from meta_attention import MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError
-from meta_attention.training.corpus import embedded_corpus
 
 NAME = "hybrid-1-5-heads-0.45"
 # narrow enough for sixteen times the window to be less than everything
 WINDOW = "window_size=1"
 SCALE = SCALES["tiny"].with_changes([WINDOW])
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("heads")
-    text = folder / "manual.txt"
-    text.write_text("\n".join(embedded_corpus().documents[:12]))
-    prepare([text], folder / "cache", vocab=300, max_tokens=8000)
-    return Cache.open(folder / "cache")
 
 
 @pytest.fixture
@@ -71,9 +60,9 @@ def test_heads_must_have_routes_of_their_own():
         FixedHeads(MetaAttentionForCausalLM(config))
 
 
-def test_experts_of_heads_are_chosen_by_the_loss_and_training_leaves_them(cache):
+def test_experts_of_heads_are_chosen_by_the_loss_and_training_leaves_them(manual):
     scale = SCALE.with_changes(["steps=20", "lr=0.01"])
-    training = Training(cache, VARIANTS[NAME], scale, seed=0, device="cpu")
+    training = Training(manual, VARIANTS[NAME], scale, seed=0, device="cpu")
     training.choose_heads()
     assert training.heads is not None
     chosen = training.heads.get()
@@ -90,9 +79,9 @@ def test_experts_of_heads_are_chosen_by_the_loss_and_training_leaves_them(cache)
     assert torch.equal(taken, expected.expand_as(taken))
 
 
-def test_a_run_says_which_experts_its_heads_have_and_keeps_them(cache, heads, tmp_path):
+def test_a_run_says_which_experts_its_heads_have_and_keeps_them(manual, heads, tmp_path):
     folder = tmp_path / f"tiny-{NAME}-seed0"
-    command = ["run", "--cache", str(cache.folder), "--out", str(tmp_path), "--scale", "tiny"]
+    command = ["run", "--cache", str(manual.folder), "--out", str(tmp_path), "--scale", "tiny"]
     settings = ["--set", WINDOW, "steps=20"]
     assert study_text.main([*command, "--variant", NAME, *settings]) == 0
     result = json.loads((folder / "result.json").read_text())
