@@ -250,11 +250,13 @@ def measure_times(
     variant = find_variant(settings["variant"])
     trained = MetaAttentionForCausalLM.from_pretrained(folder / "model")
     # where values came afterwards, its steps were those of the static model
-    is_static = variant.priced is not None and not variant.trains_on
-    stepped = find_variant(variant.priced) if variant.priced and is_static else variant
+    base = None if variant.trains_on else variant.priced
+    stepped = variant if base is None else find_variant(base)
     training = Training(cache, stepped, scale, settings["seed"], device, compile=compile)
     weights = trained.state_dict()
     training.model.load_state_dict({name: weights[name] for name in training.model.state_dict()})
+    if variant.trains_on:
+        training.model.set_price(trained.config.price)
     times: dict[str, Any] = {}
     model = trained.to(torch.device(device))  # type: ignore[arg-type]
     if device == "cuda":
@@ -286,7 +288,9 @@ def measure_speed(
     Only where all experts run on all tokens: then it is that of a trained one, whatever its routes.
     """
     variant, device = find_variant(name), default_device()
-    if variant.is_routed and variant.gradient != "all":
+    # routes by value are taken as in evaluation, so only the chosen expert runs
+    runs_all = variant.gradient == "all" and not variant.trains_on
+    if variant.is_routed and not runs_all:
         raise ConfigError(f"steps of {name} depend on its routes; train it, then use time")
     training = Training(cache, variant, scale, 0, device, compile=compile)
     step_ms = _step_ms(training, repeats)

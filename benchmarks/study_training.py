@@ -25,6 +25,8 @@ from meta_attention.errors import ConfigError, DataError
 from meta_attention.objective import routing_loss
 from meta_attention.training.economy import WINDOW, Economy
 from meta_attention.training.values import (
+    NEARLY,
+    REPRICED_EVERY,
     find_price,
     is_of_router,
     learn_values,
@@ -38,8 +40,6 @@ PLAIN_STEPS = 3
 CHOOSING_SEQUENCES = 32
 # of the training text on which a price is found, at the end and while the model learns on
 PRICING_BATCHES, FEW_BATCHES = 16, 4
-# steps after which another price is found for a model that learns on, and how closely
-REPRICED_EVERY, NEARLY = 100, 0.01
 # of the steps to learn values, how many come first where the model learns on
 FIRST_VALUES = 2 / 3
 WEIGHT_DECAY, BETAS, MAX_NORM = 0.1, (0.9, 0.95), 1.0

@@ -45,6 +45,18 @@ def test_a_price_is_found_for_any_cost_and_a_lower_one_buys_more(granularity):
     assert prices[0] > prices[-1] >= 0.0
 
 
+def test_a_price_is_found_where_experts_cost_nearly_the_same():
+    # what a price takes from full attention is its share of little
+    model = make_priced(expert_costs=(1.0, 0.99, 0.98))
+    with torch.no_grad():
+        for router in routers_of(model):
+            router.controller.mlp[-1].weight.zero_()
+            router.controller.mlp[-1].bias.copy_(torch.tensor([0.0, -6.0, -6.0]))
+    price, ids = find_price(model, [draw_tokens(2, 40)], 0.985), draw_tokens(2, 40)
+    assert price > 10.0
+    assert cost_of(model, ids) <= 0.985
+
+
 def test_a_price_is_part_of_an_adapter(tmp_path):
     model, ids = make_priced(), draw_tokens(2, 40)
     set_price(model, 0.003)
@@ -84,8 +96,9 @@ def test_a_price_is_for_models_of_values():
     model = adapt(build_base("llama"), experts=EXPERTS, window_size=4)
     with pytest.raises(ConfigError, match="adapted with controller='value', got 'bayesian'"):
         set_price(model, 0.1)
-    with pytest.raises(ConfigError, match="price must be finite"):
-        set_price(make_priced(), float("inf"))
+    for price in (float("inf"), True, "0.1", torch.tensor(0.1)):
+        with pytest.raises(ConfigError, match="price must be a finite number"):
+            set_price(make_priced(), price)
     with pytest.raises(ConfigError, match=r"target_cost must be above 0\.\d+"):
         find_price(make_priced(), [draw_tokens(2, 40)], 0.01)
     with pytest.raises(ConfigError, match="batches must have tokens"):

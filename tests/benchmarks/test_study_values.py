@@ -74,6 +74,24 @@ def test_a_model_learns_on_with_its_routes_and_what_they_are_worth_is_learnt_aga
     assert 0.0 < cost < 1.0
 
 
+def test_steps_of_a_model_that_learns_on_are_timed_at_its_price(manual, tmp_path, monkeypatch):
+    study_run.run(manual, tmp_path, ON, 0, "tiny", changes=SIZES)
+    folder = study_run.run_folder(tmp_path, "tiny", ON, 0)
+    price = MetaAttentionForCausalLM.from_pretrained(folder / "model").config.price
+    assert price > 0.0
+    timed = []
+
+    def keep(training, repeats):
+        timed.append(training.model.config.price)
+        return 1.0
+
+    monkeypatch.setattr(study_run, "_step_ms", keep)
+    study_run.measure_times(manual, folder, repeats=1)
+    assert timed == [price]
+    with pytest.raises(ConfigError, match="depend on its routes"):
+        study_run.measure_speed(manual, ON, SCALES["tiny"].with_changes(SIZES))
+
+
 def test_a_model_that_learns_on_goes_on_as_an_unbroken_one(manual, tmp_path, monkeypatch):
     # a price is found every ten steps, and of a checkpoint the newest is known
     monkeypatch.setattr("study_training.REPRICED_EVERY", 10)

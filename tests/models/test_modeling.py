@@ -143,7 +143,7 @@ def test_the_threshold_is_not_rounded_in_a_half_precision_model(make_model):
     model = make_model(routing="gated", uncertainty_threshold=0.7).bfloat16()
     threshold = model.model.layers[0].attention.controller.uncertainty_threshold
     assert threshold.item() == torch.tensor(0.7).item()
-    with pytest.raises(ConfigError, match="must be finite, got nan"):
+    with pytest.raises(ConfigError, match="must be a finite number, got nan"):
         model.set_uncertainty_threshold(float("nan"))
 
 

@@ -213,7 +213,50 @@ def test_generation_goes_on_as_it_did():
     assert with_values(static, window_size=4, length=T).generation_config.temperature == 0.3
 
 
+@pytest.mark.parametrize("routing", ["threshold", "top_k"])
+def test_who_enters_a_block_teaches_routers_nothing(routing, monkeypatch):
+    """Else the share that enters would count as nats that an expert before the block gains."""
+    static = make_static(
+        layer_experts=[["full"], ["local"], ["local"]],
+        depth_capacity=0.5,
+        depth_layers=(1,),
+        depth_routing=routing,
+    )
+
+    def learnt(weight):
+        routed = with_values(static, window_size=4, length=T)
+        routed.config.depth_weight = weight
+        torch.manual_seed(0)
+        learn_values(routed, make_batches(2), num_steps=2)
+        return router_parameters(routed)
+
+    for ours, expected in zip(learnt(100.0), learnt(0.0), strict=True):
+        assert torch.equal(ours, expected)
+    # the model does learn it
+    routed = with_values(static, window_size=4, length=T)
+    routed.config.depth_weight = 100.0
+    name = "score" if routing == "threshold" else "predictor"
+    router = getattr(routed.model.layers[1].depth_router, name)
+    before = [p.clone() for p in router.parameters()]
+    learn_on(routed, make_batches(1), make_batches(1), 0.45, num_steps=1)
+    assert all(not torch.equal(p, b) for p, b in zip(router.parameters(), before, strict=True))
+
+
+def test_what_cannot_learn_is_refused(routed):
+    batches = make_batches(1)
+    with pytest.raises(ConfigError, match=r"must be of float32 to learn, got torch.bfloat16"):
+        learn_on(routed.bfloat16(), batches, batches, 0.6, num_steps=1)
+    routed.requires_grad_(False)
+    with pytest.raises(ConfigError, match="routers must learn, but all of them are frozen"):
+        learn_values(routed, batches, num_steps=1)
+
+
 def test_errors_say_what_to_do(routed):
+    with pytest.raises(ConfigError, match="below the length of a text, 32, got 32"):
+        with_values(make_static(), window_size=T, length=T)
+    for price in (True, "0.1", float("nan"), torch.tensor(0.1)):
+        with pytest.raises(ConfigError, match="price must be a finite number"):
+            routed.set_price(price)
     with pytest.raises(ConfigError, match="shared_projections=True"):
         with_values(make_static(shared_projections=False), window_size=4, length=T)
     with pytest.raises(ConfigError, match="lr must be above 0"):
@@ -231,7 +274,7 @@ def test_errors_say_what_to_do(routed):
             call(make_static())
     with pytest.raises(ConfigError, match="a price is for controller='value'"):
         make_static().set_price(0.1)
-    with pytest.raises(ConfigError, match="price must be finite"):
+    with pytest.raises(ConfigError, match="price must be a finite number"):
         routed.set_price(float("nan"))
 
 

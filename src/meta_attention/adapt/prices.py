@@ -30,8 +30,9 @@ def set_price(model: nn.Module, price: float) -> None:
         price: What full attention must be worth to a token to be taken; cheaper experts cost their
             share of it. A lower one buys more attention.
     """
-    if not math.isfinite(price):
-        raise ConfigError(f"price must be finite, got {price}")
+    if isinstance(price, bool) or not isinstance(price, (int, float)) or not math.isfinite(price):
+        raise ConfigError(f"price must be a finite number, got {price!r}")
+    price = float(price)
     routers = _value_routers(model)
     adaptation = routers[0].adaptation
     adaptation.settings = replace(adaptation.settings, price=price)

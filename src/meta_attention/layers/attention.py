@@ -54,11 +54,11 @@ class LayerOutput:
 
         And zero where nothing is learnt: values learn from routes that explore.
         """
+        if not self.posterior.learns_by_exploring:
+            return self._of_tokens(self.posterior.kl_to(self.prior_concentration))
         kl = self.posterior.kl_to(self.prior_concentration, self.routes.expert)
-        if self.posterior.learns_by_exploring:
-            explored = self.routes.explored
-            kl = torch.zeros_like(kl) if explored is None else kl * explored
-        return self._of_tokens(kl)
+        explored = self.routes.explored
+        return self._of_tokens(torch.zeros_like(kl) if explored is None else kl * explored)
 
     @property
     def projected_cost(self) -> Tensor:

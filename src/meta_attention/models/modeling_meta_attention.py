@@ -148,9 +148,10 @@ class MetaAttentionPreTrainedModel(PreTrainedModel):
         self._set_in_controllers("price", price)
 
     def _set_in_controllers(self, name: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise ConfigError(f"{name} must be finite, got {value}")
-        setattr(self.config, name, value)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise ConfigError(f"{name} must be a finite number, got {value!r}")
+        setattr(self.config, name, float(value))
         for module in self.modules():
             if isinstance(module, Controller):
                 module.reset_buffers()

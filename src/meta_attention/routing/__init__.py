@@ -3,10 +3,10 @@
 from meta_attention.routing.direct import can_route_directly, route_directly
 from meta_attention.routing.gate import uncertainty_of
 from meta_attention.routing.policy import Routes, choose_routes
-from meta_attention.routing.prices import DEAREST, check_cost, search_price
+from meta_attention.routing.prices import BEYOND, check_cost, search_price
 
 __all__ = [
-    "DEAREST",
+    "BEYOND",
     "Routes",
     "can_route_directly",
     "check_cost",

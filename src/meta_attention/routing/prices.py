@@ -7,6 +7,8 @@ from meta_attention.errors import ConfigError
 
 # nats for which nobody buys full attention, and for which everybody does
 DEAREST, CHEAPEST = 10.0, 1e-8
+# as much in any units: experts may differ little in their cost, and so hardly in what they take
+BEYOND = 1e6
 # halvings of the interval in which the price is sought, as a ratio: to a part in fifty thousand
 BISECTIONS = 20
 
@@ -23,25 +25,26 @@ def search_price(
     """
     if cost_at(0.0) <= target_cost:
         return 0.0
-    low, high = math.log(CHEAPEST), math.log(DEAREST)
-    is_found = False
-    for _ in range(BISECTIONS):
-        middle = 0.5 * (low + high)
-        cost = cost_at(math.exp(middle))
-        if cost > target_cost:
-            low = middle
-            continue
-        high, is_found = middle, cost <= target_cost
-        if is_found and cost >= (1.0 - tolerance) * target_cost:
-            return math.exp(high)
-    price = math.exp(high)
-    # sets it, too; what was found once may be a token off where sums are not the same twice
-    cost = cost_at(price)
-    if not is_found and not cost <= target_cost:
-        raise ConfigError(
-            f"no price up to {DEAREST} nats makes routes cost {target_cost}: are all values finite?"
-        )
-    return price
+    for cheapest, dearest in ((CHEAPEST, DEAREST), (DEAREST, BEYOND)):
+        low, high = math.log(cheapest), math.log(dearest)
+        is_found = False
+        for _ in range(BISECTIONS):
+            middle = 0.5 * (low + high)
+            cost = cost_at(math.exp(middle))
+            if cost > target_cost:
+                low = middle
+                continue
+            high, is_found = middle, cost <= target_cost
+            if is_found and cost >= (1.0 - tolerance) * target_cost:
+                return math.exp(high)
+        price = math.exp(high)
+        # sets it, too; what was found once may be a token off where sums are not the same twice
+        cost = cost_at(price)
+        if is_found or cost <= target_cost:
+            return price
+    raise ConfigError(
+        f"no price up to {BEYOND:g} nats makes routes cost {target_cost}: are all values finite?"
+    )
 
 
 def check_cost(target_cost: float, lowest: float, highest: float) -> None:

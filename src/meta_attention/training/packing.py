@@ -179,6 +179,17 @@ def pack(
     )
 
 
+def spread_blocks(
+    dataset: PackedDataset, number: int, size: int, device: torch.device
+) -> Iterator[Tensor]:
+    """Ids of so many blocks, or of all, from all over the text, ``[B, T]`` with B up to a size."""
+    number = min(number, len(dataset))
+    # from the middle of so many parts
+    chosen = ((torch.arange(number) + 0.5) * len(dataset) / number).long()
+    for part in chosen.split(size):
+        yield torch.stack([dataset[int(i)]["input_ids"] for i in part]).to(device)
+
+
 def _document_of(positions: Positions, document_starts: Positions) -> Positions:
     return np.searchsorted(document_starts, positions, side="right") - 1
 

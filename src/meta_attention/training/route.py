@@ -20,7 +20,7 @@ from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.routing import check_cost
 from meta_attention.training.corpus import Corpus
 from meta_attention.training.data import hold_out
-from meta_attention.training.packing import PackedDataset, pack
+from meta_attention.training.packing import PackedDataset, pack, spread_blocks
 from meta_attention.training.values import (
     cost_range,
     find_price,
@@ -129,6 +129,11 @@ def route_checkpoint(
             recurrence=RECURRENCE if settings.recurrence is None else settings.recurrence or None,
             seed=settings.seed,
         )
+    if settings.batch_size < 1 or settings.train_steps < 0:
+        raise ConfigError(
+            "batch_size must be >= 1 and train_steps >= 0, got "
+            f"{settings.batch_size} and {settings.train_steps}"
+        )
     if settings.train_steps and not settings.steps:
         raise ConfigError("train_steps needs steps above 0: what a model has become must be learnt")
     if not 0.0 < settings.train_lr < math.inf:
@@ -138,7 +143,7 @@ def route_checkpoint(
     before = judge(model, judged, None, price)
     device = model.device
     num_blocks = max(1, PRICING_TOKENS // length)
-    texts = list(_blocks(learnt, num_blocks, settings.batch_size, device))
+    texts = list(spread_blocks(learnt, num_blocks, settings.batch_size, device))
     if settings.steps:
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
@@ -199,7 +204,7 @@ def judge(
     num_blocks = max(1, JUDGED_TOKENS // length)
     has_choice = any(len(config.experts_of(i)) > 1 for i in range(config.num_hidden_layers))
     with evaluating(model):
-        for ids in _blocks(text, num_blocks, 4, model.device):
+        for ids in spread_blocks(text, num_blocks, 4, model.device):
             out = model(ids, use_cache=False, output_routing=True, output_routed_cost=has_choice)
             logits = out.logits[:, :-1].flatten(0, 1).float()
             nats += F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum").item()
@@ -242,9 +247,3 @@ def _batches(text: PackedDataset, size: int, device: torch.device) -> Iterator[T
         order = order.repeat(-(-size // len(order)))  # where there are fewer than a batch takes
         for chosen in order.split(size):
             yield torch.stack([text[int(i)]["input_ids"] for i in chosen]).to(device)
-
-
-def _blocks(text: PackedDataset, number: int, size: int, device: torch.device) -> Iterator[Tensor]:
-    """So many blocks [B, T] from all over the text."""
-    for chosen in torch.linspace(0, len(text) - 1, min(number, len(text))).long().split(size):
-        yield torch.stack([text[int(i)]["input_ids"] for i in chosen]).to(device)

@@ -23,7 +23,7 @@ from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.layers import BayesianMetaAttentionLayer
 from meta_attention.models import MetaAttentionForCausalLM
-from meta_attention.routing import DEAREST, check_cost, search_price
+from meta_attention.routing import BEYOND, check_cost, search_price
 
 WARMUP = 0.05  # of the steps
 BETAS, MAX_NORM = (0.9, 0.999), 1.0
@@ -60,6 +60,11 @@ def with_values(
         raise ConfigError(
             "values are for a model whose layers are static, some of them full, got "
             f"{', '.join('+'.join(experts) for experts in dict.fromkeys(layers))}"
+        )
+    if not 0 < window_size < length:
+        raise ConfigError(
+            f"window_size must be from 1 to below the length of a text, {length}, got "
+            f"{window_size}: full attention would cost no more than the window"
         )
     if not config.shared_projections:
         raise ConfigError(
@@ -127,6 +132,7 @@ def learn_values(
     """
     parameters = router_parameters(model)
     _check_steps(num_steps, lr)
+    _check_learnable(parameters, "routers")
     optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
     done = 0
     with _exploring(model, parameters):
@@ -134,7 +140,7 @@ def learn_values(
             if done == num_steps:
                 break
             _set_rate(optimiser, lr, done, num_steps)
-            figures = _step(model, ids, optimiser, parameters, autocast)
+            figures = _step(model, ids, optimiser, parameters, autocast, of_model=False)
             done += 1
             if on_step is not None:
                 on_step(done, figures)
@@ -155,10 +161,11 @@ def learn_on(
     """Let the model itself learn on with its routes, whose cost is kept.
 
     Controllers stay as they are, so that they know what experts were worth to the model as it was:
-    let them learn once more, then find a price.
+    let them learn once more, then find a price. Cut off, weights and price are those of the last
+    step.
 
     Args:
-        model: With values that were learnt.
+        model: With values that were learnt, its weights in float32.
         batches: Token ids ``[B, T]``, one for each step.
         texts: Token ids ``[B, T]`` on which a price is found at first and every
             ``REPRICED_EVERY`` steps.
@@ -174,6 +181,7 @@ def learn_on(
     learning = {n: p for n, p in model.named_parameters() if p.requires_grad}
     learning = {n: p for n, p in learning.items() if id(p) not in routers}
     parameters = list(learning.values())
+    _check_learnable(parameters, "parameters beside the routers'")
     decayed = [p for name, p in learning.items() if p.dim() > 1 and not _is_free(name)]
     kept = {id(p) for p in decayed}
     optimiser = torch.optim.AdamW(
@@ -194,7 +202,7 @@ def learn_on(
                 find_price(model, texts, target_cost, tolerance=NEARLY)
             model.train()
             _set_rate(optimiser, lr, done, num_steps)
-            figures = _step(model, ids, optimiser, parameters, autocast)
+            figures = _step(model, ids, optimiser, parameters, autocast, of_model=True)
             done += 1
             if on_step is not None:
                 on_step(done, figures)
@@ -285,6 +293,17 @@ def _check_steps(num_steps: int, lr: float) -> None:
         raise ConfigError(f"lr must be above 0 and finite, got {lr}")
 
 
+def _check_learnable(parameters: list[nn.Parameter], what: str) -> None:
+    if not any(p.requires_grad for p in parameters):
+        raise ConfigError(f"{what} must learn, but all of them are frozen; let them require a grad")
+    halves = {p.dtype for p in parameters if torch.finfo(p.dtype).bits < 32}
+    if halves:
+        raise ConfigError(
+            f"{what} must be of float32 to learn, got {', '.join(map(str, halves))}, in which most "
+            "steps are too small to change anything; use model.float(), and autocast="
+        )
+
+
 def _check_done(done: int, num_steps: int) -> None:
     if done < num_steps:
         raise DataError(f"there must be a batch for each of {num_steps} steps, got {done}")
@@ -305,14 +324,18 @@ def _step(
     optimiser: torch.optim.Optimizer,
     parameters: list[nn.Parameter],
     autocast: torch.dtype | None,
+    *,
+    of_model: bool,
 ) -> dict[str, float]:
+    """One update: of the model, or of its routers alone."""
     with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
         out = model(ids, labels=ids, use_cache=False)
     figures = {"loss": out.task_loss.item(), "kl": out.kl.item()}
     if not math.isfinite(sum(figures.values())):
         raise ConfigError(f"loss and values must be finite, got {figures}; lower the lr")
     loss = out.task_loss + out.kl
-    if out.depth_loss is not None:
+    # to routers it would be a gain or a loss of nats, which it is not
+    if of_model and out.depth_loss is not None:
         loss = loss + model.config.depth_weight * out.depth_loss
     optimiser.zero_grad(set_to_none=True)
     loss.backward()
@@ -334,7 +357,7 @@ def _exploring(model: MetaAttentionForCausalLM, parameters: list[nn.Parameter]) 
         model.train()
         model.config.training_weights = "explore"
         for price in prices:
-            price.fill_(-DEAREST)
+            price.fill_(-BEYOND)
         yield
     finally:
         for parameter in others:

@@ -1,5 +1,6 @@
 """Values of a base are learnt once; every evaluation is at the price of the cost asked for."""
 
+import dataclasses
 import json
 
 import pytest
@@ -111,6 +112,8 @@ def test_what_would_press_values_is_refused(by_value):
         ("hold", 1.0),
         ("argmax_from", 0.5),
         ("lora_rank", 4),
+        ("prior_strength", 2.0),
+        ("prior_floor", 0.1),
         ("kl_weight", Schedule.constant(0.1)),
         ("target_cost", None),
     ):
@@ -122,6 +125,35 @@ def test_settings_and_model_agree_on_values(base, tokenizer, settings, by_value,
     model = adapt(base(), settings(**LONG).adapt_config(64))
     with pytest.raises(ConfigError, match="the same controller; give both, or neither"):
         train_router(model, tokenizer, by_value(), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_last_router_is_kept_whatever_an_evaluation_before_it_cost(
+    base, tokenizer, by_value, tmp_path, monkeypatch
+):
+    from meta_attention.adapt.training.values import ValueTrainer
+
+    reduce, seen = ValueTrainer._reduce_rows, []
+
+    def cheaper_first(self, prediction):
+        # as where an early price buys more of held-out text than a late one
+        metrics = reduce(self, prediction)
+        seen.append(metrics["price"])
+        return metrics | {"loss": float(len(seen)), "task_loss": float(len(seen))}
+
+    monkeypatch.setattr(ValueTrainer, "_reduce_rows", cheaper_first)
+    folder = tmp_path / "a"
+    train_router(base(), tokenizer, by_value(steps=4, eval_every=2, lr=0.02), folder)
+    assert read_card(folder)["metadata"]["measured"]["step"] == 4
+    rows = [row for row in read_metrics(folder) if "eval_price" in row]
+    assert [row["eval_price"] for row in rows] == seen[: len(rows)]
+    assert len(rows) == 2
+
+
+def test_a_model_that_does_not_explore_is_refused(base, tokenizer, by_value, tmp_path):
+    config = dataclasses.replace(by_value().adapt_config(64), training_weights="mean")
+    with pytest.raises(ConfigError, match="training_weights='explore', got hard ones with 'mean'"):
+        train_router(adapt(base(), config), tokenizer, by_value(), tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 

@@ -134,11 +134,16 @@ def train_router(
     set_seed(settings.seed)
     if not any(isinstance(module, Router) for module in model.modules()):
         adapt(model, settings.adapt_config(length))
-    is_value = settings.controller == "value"
-    if is_value != (routers_of(model)[0].adaptation.config.controller == "value"):
+    is_value, adapted = settings.controller == "value", routers_of(model)[0].adaptation.config
+    if is_value != (adapted.controller == "value"):
         raise ConfigError(
             "values are learnt by a model adapted with controller='value', with settings that have "
             "the same controller; give both, or neither"
+        )
+    if is_value and (adapted.training_weights, adapted.routing) != ("explore", "hard"):
+        raise ConfigError(
+            "values are learnt by hard routes with training_weights='explore', got "
+            f"{adapted.routing} ones with {adapted.training_weights!r}; leave both out of adapt"
         )
     window, share = narrowest_window(model), settings.recall_share
     train = RecallBlocks(blocks.train, tokenizer, share=share, window=window, seed=settings.seed)

@@ -27,8 +27,10 @@ KL_WEIGHT = Schedule(0.0, 0.002, 0.1, 0.4)
 MAX_LR = 1e-2
 
 
-# values are learnt beside a KL of weight 1, and nothing else moves them
+# values are learnt beside a KL of weight 1, and nothing else moves them; no prior has a part in it
 NOT_PRESSED: dict[str, Any] = {
+    "prior_strength": 1.0,
+    "prior_floor": 0.01,
     "kl_weight": Schedule.constant(1.0),
     "cost_weight": NO_WEIGHT,
     "hold": 0.0,
@@ -183,5 +185,5 @@ def _check_values(settings: RouterSettings) -> None:
         if got != expected:
             raise ConfigError(
                 f"{name} must be {expected} with controller='value', whose routes are not pressed "
-                f"but have a price, got {got}; leave it out, and let RouterSettings.of fill it in"
+                f"and have a price in place of a prior, got {got}; leave it out"
             )

@@ -5,20 +5,22 @@ and the gradient says what was gained. Every evaluation is at the price that mak
 was asked for, found on some of the training text.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from transformers import EvalPrediction
 
 from meta_attention.adapt.prices import cost_range, find_price
 from meta_attention.adapt.router import routers_of
 from meta_attention.adapt.training.trainer import RouterTrainer
-from meta_attention.routing import DEAREST, check_cost
+from meta_attention.routing import BEYOND, check_cost
+from meta_attention.training.packing import PackedDataset, spread_blocks
 
 # costs that a price list has, beside the one asked for
 LISTED_COSTS = (0.15, 0.25, 0.4, 0.6)
-# tokens that a price is found on, about
-PRICING_TOKENS = 1 << 14
+# tokens that a price is found on, about, and texts, at least
+PRICING_TOKENS, PRICING_TEXTS = 1 << 14, 4
 OFFERED = ("divergence", "recall_divergence", "lm_loss", "attention_share", "routed_cost")
 
 
@@ -57,6 +59,18 @@ class ValueTrainer(RouterTrainer):
             find_price(self.routed, self.pricing, cost)
         return super().evaluate(*args, **kwargs)
 
+    def may_be_best(self, metrics: Mapping[str, float]) -> bool:
+        """The last one is kept: nothing presses, so values get better as long as they learn.
+
+        The loss of an evaluation says less, for its price is of other text, and what costs a little
+        more than asked for has a lower one.
+        """
+        return False
+
+    def _reduce_rows(self, prediction: EvalPrediction) -> dict[str, float]:
+        """With the price at which it was."""
+        return super()._reduce_rows(prediction) | {"price": self.adaptation.config.price}
+
     def price_list(self) -> list[dict[str, float]]:
         """What the model does on held-out text for each of the costs; it stays at the last."""
         offers = []
@@ -70,7 +84,7 @@ class ValueTrainer(RouterTrainer):
     def _set_modes(self, model: nn.Module) -> None:
         super()._set_modes(model)
         # until it is known what they are worth, everything is bought
-        self._let_cost(-DEAREST)
+        self._let_cost(-BEYOND)
 
     def _let_cost(self, price: float) -> None:
         """For a while: what is saved keeps the price it has."""
@@ -79,8 +93,7 @@ class ValueTrainer(RouterTrainer):
 
     def _pick_blocks(self) -> list[Tensor]:
         """Text from all over the training data as it was, in batches as of a step."""
-        blocks = self.train_dataset.blocks  # type: ignore[union-attr]
-        number = max(1, PRICING_TOKENS // blocks[0]["input_ids"].numel())
-        chosen = torch.linspace(0, len(blocks) - 1, min(number, len(blocks))).long()
-        ids = torch.stack([blocks[int(index)]["input_ids"] for index in chosen])
-        return list(ids.to(self.args.device).split(self.args.per_device_train_batch_size))
+        blocks: PackedDataset = self.train_dataset.blocks  # type: ignore[union-attr]
+        number = max(PRICING_TEXTS, PRICING_TOKENS // blocks.length)
+        size = self.args.per_device_train_batch_size
+        return list(spread_blocks(blocks, number, size, self.args.device))
