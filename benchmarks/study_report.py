@@ -192,7 +192,8 @@ def _compare_with_static(rows: list[Row], runs: Sequence[Row]) -> None:
 
     Models of one seed that are routed in the hybrid's layers, or narrowed there, have the hybrid's
     beginning. ``beyond_static`` is the distance to the line through the static models of the seed
-    that no cheaper one beats, at the same FLOPs; ``beyond_hybrid`` that to the hybrid as it is.
+    that no cheaper one beats, at the same FLOPs; ``beyond_static_and_controller`` the same where
+    the controllers' count as well; ``beyond_hybrid`` that to the hybrid as it is.
     """
     static: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     hybrids = {key_of(run): run for run in runs if run["variant"] == REFERENCE}
@@ -202,12 +203,18 @@ def _compare_with_static(rows: list[Row], runs: Sequence[Row]) -> None:
             static[key_of(run)].append(point)
     for row in rows:
         own = [run for run in runs if run["variant"] == row["variant"]]
-        beyond: dict[str, list[float | None]] = {"beyond_static": [], "beyond_hybrid": []}
+        lines = {
+            "beyond_static": "attention_flops",
+            "beyond_static_and_controller": "attention_and_controller_flops",
+        }
+        beyond: dict[str, list[float | None]] = {name: [] for name in (*lines, "beyond_hybrid")}
         for run in own:
             hard, of_run = run["hard"], key_of(run)
-            line = _static_loss(static[of_run], hard["attention_flops"])
-            is_compared = row["is_routed"] and line is not None
-            beyond["beyond_static"].append(hard["loss"] - line if is_compared else None)
+            for name, flops in lines.items():
+                # runs of before it was counted do not have it
+                at = hard.get(flops) if row["is_routed"] else None
+                line = None if at is None else _static_loss(static[of_run], at)
+                beyond[name].append(None if line is None else hard["loss"] - line)
             hybrid = None if row["variant"] == REFERENCE else hybrids.get(of_run)
             distance = None if hybrid is None else hard["loss"] - hybrid["hard"]["loss"]
             beyond["beyond_hybrid"].append(distance)
@@ -232,7 +239,16 @@ def _static_loss(points: Sequence[tuple[float, float]], at: float) -> float | No
 def print_table(scale: str, rows: Sequence[Row]) -> None:
     table = Table(title=f"{scale}: mean over seeds +- half of the 95% interval")
     texts = list(rows[0]["word_perplexity"])
-    columns = ["variant", "seeds", "M params", "loss", "vs static", "vs 1:5", "hard - soft"]
+    columns = [
+        "variant",
+        "seeds",
+        "M params",
+        "loss",
+        "vs static",
+        "+ controller",
+        "vs 1:5",
+        "hard - soft",
+    ]
     columns += [
         "attn FLOPs",
         "all FLOPs",
@@ -252,6 +268,7 @@ def print_table(scale: str, rows: Sequence[Row]) -> None:
             f"{row['parameters'] / 1e6:.2f}",
             _cell(row["loss"], 4),
             _cell(row["beyond_static"], 4, sign="+"),
+            _cell(row["beyond_static_and_controller"], 4, sign="+"),
             _cell(row["beyond_hybrid"], 4, sign="+"),
             _cell(row["soft_gap"], 4),
             _cell(row["attention_flops"], 3),

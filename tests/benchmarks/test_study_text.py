@@ -419,6 +419,7 @@ def test_routes_are_compared_with_the_best_static_model_of_their_cost_and_seed()
         hard = {
             "loss": loss,
             "attention_flops": flops,
+            "attention_and_controller_flops": flops + 0.02,
             "loss_by_position": {},
             "routing": {"adaptivity": 0.1, "collapsed_layers": {}},
         }
@@ -444,6 +445,8 @@ def test_routes_are_compared_with_the_best_static_model_of_their_cost_and_seed()
     rows = {row["variant"]: row for row in study_report.summarise(results)["tiny"]}
     between, beyond = rows["bayes-wide-kv_head-0.3"], rows["bayes-global-token-0.4"]
     assert between["beyond_static"]["mean"] == pytest.approx(-0.4 + 0.005)
+    # where its controller counts, a dearer static model is as dear; what is static has none
+    assert between["beyond_static_and_controller"]["mean"] == pytest.approx(-0.2 + 0.005)
     # seeds differ by 0.3, and variants of a seed hardly
     assert between["beyond_static"]["interval"] < 0.1 < between["loss"]["interval"]
     assert between["beyond_hybrid"]["mean"] == pytest.approx(0.1 + 0.005)
