@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from study_report import REFERENCE, Row, read_results
-from study_variants import find_variant
+from study_report import Row, read_results
+from study_variants import REFERENCE, find_variant
 
 from meta_attention.errors import DataError
 from meta_attention.evaluation.statistics import Figure, difference

@@ -6,29 +6,22 @@ what is compared seed by seed is compared within a folder.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from study_frontier import draw_frontier
 from study_run import CONFIG, METRICS, RESULT, TIMING
-from study_variants import SCALES, Scale, find_variant, place_of
+from study_variants import REFERENCE, Scale, find_variant, place_of
 
 from meta_attention.errors import DataError
 from meta_attention.evaluation.statistics import Figure
 from meta_attention.report.ablation.summary import frontier, interpolate
 
-REFERENCE = "hybrid-1-5"
 Row = dict[str, Any]
 Key = tuple[str | None, int]
-FAMILIES = {
-    "static": ("tab:gray", "s"),
-    "bayes": ("tab:blue", "o"),
-    "prior-free": ("tab:orange", "^"),
-    "rule": ("tab:green", "D"),
-    "value": ("tab:red", "*"),
-}
 
 
 def report(folders: Sequence[Path]) -> dict[str, list[Row]]:
@@ -39,61 +32,6 @@ def report(folders: Sequence[Path]) -> dict[str, list[Row]]:
         draw_frontier(of_scale, folders[0] / f"frontier-{scale}.svg")
     (folders[0] / "report.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(f"written: {folders[0] / 'report.json'}")
-    return rows
-
-
-def draw_published(paths: Sequence[Path], scale: str, out: Path) -> list[Row]:
-    """The frontier of reports that were kept, such as those in ``benchmarks/results``."""
-    rows = published_rows(paths, scale)
-    draw_frontier(rows, out, are_times_shares=True)
-    return rows
-
-
-def published_rows(paths: Sequence[Path], scale: str) -> list[Row]:
-    """A row per variant: of the table that has most of its seeds, timed as in any of them.
-
-    Files hold tables by name. One that is named as another scale is left out.
-    """
-    found: dict[str, Row] = {}
-    for path in paths:
-        if not path.is_file():
-            raise DataError(f"a report must be a file that exists, got {str(path)!r}")
-        tables: dict[str, Any] = json.loads(path.read_text())
-        for name, table in tables.items():
-            is_table = isinstance(table, list) and all("beyond_hybrid" in row for row in table)
-            if not is_table or (name in SCALES and name != scale):
-                continue
-            for row in _with_times_as_shares(table):
-                other = found.get(row["variant"], row)
-                best = max(other, row, key=_num_compared)
-                timed = other if other["step_ms"] else row
-                times = {key: timed[key] for key in ("step_ms", "prefill_ms")}
-                found[row["variant"]] = best | times
-    if not found:
-        raise DataError(f"no table of {scale} models in {', '.join(map(str, paths))}")
-    return [found[name] for name in sorted(found, key=place_of)]
-
-
-def _num_compared(row: Row) -> int:
-    height = _height(row, True)
-    return 0 if height is None else height["n"]
-
-
-def _with_times_as_shares(table: Sequence[Row]) -> list[Row]:
-    """Rows whose times are shares of the hybrid's: those of one table are of one machine."""
-    hybrid = next((row for row in table if row["variant"] == REFERENCE), None)
-
-    def share(figure: Row | None, of: Row | None) -> Row | None:
-        return {"mean": figure["mean"] / of["mean"]} if figure and of else None
-
-    rows = []
-    for row in table:
-        step_ms = share(row["step_ms"], hybrid and hybrid["step_ms"])
-        prefill_ms = {
-            length: share(figure, hybrid and hybrid["prefill_ms"].get(length))
-            for length, figure in row["prefill_ms"].items()
-        }
-        rows.append(row | {"step_ms": step_ms, "prefill_ms": prefill_ms})
     return rows
 
 
@@ -286,100 +224,3 @@ def _cell(figure: Row | None, digits: int, sign: str = "") -> str:
         return "-"
     half = figure["interval"]
     return f"{figure['mean']:{sign}.{digits}f}" + ("" if half is None else f" +-{half:.{digits}f}")
-
-
-def _families(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows drawn alike; the rest of a name says which it is."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        family = "static"
-        if row["is_routed"]:
-            variant = find_variant(row["variant"])
-            names = {"prior_free": "prior-free", "bayesian": "bayes", "value": "value"}
-            family = "rule" if variant.is_rule else names[variant.controller]
-        found.setdefault(family, []).append(row)
-    return found
-
-
-def draw_frontier(rows: Sequence[Row], path: Path, *, are_times_shares: bool = False) -> None:
-    """Loss against counted FLOPs, and against times that were measured alone.
-
-    Where the hybrid is there, as a distance to that of the same seed: seeds differ by more than
-    variants do. Variants that have no seed in common with it are left out.
-
-    Args:
-        rows: As :func:`summarise` gives them.
-        path: Where the figure goes.
-        are_times_shares: Times are shares of the hybrid's, not milliseconds.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed; run report where it is")
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    lengths = [length for row in rows for length in row["prefill_ms"]]
-    longest = max(lengths, key=int, default=None)
-    unit = f"share of {REFERENCE}'s" if are_times_shares else "ms"
-    measures: dict[str, Callable[[Row], Row | None]] = {
-        "counted attention FLOPs, share of full attention": lambda row: row["attention_flops"],
-        f"training step, {unit}, alone on the device": lambda row: row["step_ms"],
-        f"prefill of {longest} tokens, {unit}": lambda row: row["prefill_ms"].get(longest),
-    }
-    known = {label: read for label, read in measures.items() if any(map(read, rows))}
-    is_paired = any(row["variant"] == REFERENCE for row in rows)
-    figure, axes = plt.subplots(
-        1, len(known), figsize=(6.5 * len(known), 6), sharey=True, layout="constrained"
-    )
-    for axis, (label, read) in zip(np.atleast_1d(axes), known.items(), strict=True):
-        for family, of_family in _families(rows).items():
-            points = [
-                (x, y, row["variant"])
-                for row in of_family
-                if (x := read(row)) is not None and (y := _height(row, is_paired)) is not None
-            ]
-            colour, marker = FAMILIES[family]
-            axis.errorbar(
-                [x["mean"] for x, _, _ in points],
-                [y["mean"] for _, y, _ in points],
-                # of two seeds they would hide everything else
-                yerr=[y["interval"] if y["n"] > 2 else 0.0 for _, y, _ in points],
-                fmt=marker,
-                color=colour,
-                elinewidth=0.6,
-                label=family if points else None,
-            )
-            for x, y, name in points:
-                axis.annotate(
-                    f"{name.removeprefix(f'{family}-')} ({y['n']})",
-                    (x["mean"], y["mean"]),
-                    xytext=(5, 3),
-                    textcoords="offset points",
-                    fontsize=6,
-                    color=colour,
-                )
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
-    first = np.atleast_1d(axes)[0]
-    first.set_xscale("log")
-    name = f"loss minus that of {REFERENCE}, same seed" if is_paired else "validation loss"
-    if is_paired:
-        first.set_yscale("symlog", linthresh=0.01)
-    first.set_ylabel(f"{name}, nats per token (number of seeds)")
-    first.legend(fontsize=7)
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    print(f"written: {path}")
-
-
-def _height(row: Row, is_paired: bool) -> Row | None:
-    """Where a variant is drawn."""
-    if not is_paired:
-        return row["loss"]
-    if row["variant"] == REFERENCE:
-        return {"mean": 0.0, "interval": 0.0, "n": row["loss"]["n"]}
-    return row["beyond_hybrid"]

@@ -53,12 +53,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import study_compare
+import study_frontier
 import study_report
 import study_run
 from study_data import Cache, prepare
 from study_export import export
 from study_jobs import Job, run_command, run_side_by_side, say
-from study_variants import ENDINGS, SCALES, VARIANTS, find_variant
+from study_variants import ENDINGS, REFERENCE, SCALES, VARIANTS, find_variant
 
 KNOWN = (
     f"{', '.join(VARIANTS)}; a routed one may be followed by "
@@ -251,7 +252,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--scale", choices=list(SCALES), default="small")
     command.add_argument("--out", type=Path, required=True, help="SVG file to write")
     command.set_defaults(
-        call=lambda args: not study_report.draw_published(args.rows, args.scale, args.out)
+        call=lambda args: not study_frontier.draw_published(args.rows, args.scale, args.out)
     )
 
     command = commands.add_parser("compare", help="a variant against others, also of other runs")
@@ -262,7 +263,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", type=int, nargs="+", help="of the variant, only these")
     command.add_argument(
         "--reference",
-        default=study_report.REFERENCE,
+        default=REFERENCE,
         help="static variant that distances are taken to, where no hybrid was run to its end",
     )
     command.add_argument("--json", type=Path, help="file to write")

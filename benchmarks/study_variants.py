@@ -339,6 +339,8 @@ def _in_tokens(name: str, window: int) -> str:
     return f"{base}:{int(times) * window}" if times else base
 
 
+# what others are compared with, seed by seed
+REFERENCE = "hybrid-1-5"
 # in a group of layers the full one has layers after it, which can use what it found
 HYBRID = "LLLFLL"
 # of the routed layers; in all layers, or in the full layers of the hybrid
