@@ -28,9 +28,10 @@ MANIFEST = "manifest.json"
 # a token of English is shorter than this on average, so enough text is read and not much more
 BYTES_PER_TOKEN = 6
 VALID_SHARE = 0.05  # of the training tokens, at most
-# a source of that name is the code of Python's own library, which is on every machine: 30 MB in
-# which names come back from far away, so that small models learn to look for them
-PYTHON_LIBRARY = "python-library"
+# sources of these names are code, in which names come back from far away, so that models learn
+# to look for them: of Python's own library, 30 MB on every machine, and with that of all packages
+# installed beside this one, 200 MB with what the tests need
+PYTHON_LIBRARY, PYTHON_PACKAGES = "python-library", "python-packages"
 SHORT_FILE = 2000  # characters
 
 
@@ -79,9 +80,10 @@ def prepare(sources: list[Path], out: Path, *, vocab: int, max_tokens: int) -> d
     """Train a tokenizer and write the token files.
 
     Args:
-        sources: Folders or files, or ``python-library`` for the code of Python's own. Files of a
-            folder are told apart by ``train``, ``valid`` and ``test`` in their names; a source with
-            none of these is split, and one without training text is evaluated by word.
+        sources: Folders or files, or ``python-library`` for the code of Python's own, or
+            ``python-packages`` for that and all that is installed. Files of a folder are told apart
+            by ``train``, ``valid`` and ``test`` in their names; a source with none of these is
+            split, and one without training text is evaluated by word.
         out: Where the cache goes.
         vocab: Size of the vocabulary.
         max_tokens: Of training, all corpora together, each with an equal part.
@@ -134,26 +136,30 @@ def prepare(sources: list[Path], out: Path, *, vocab: int, max_tokens: int) -> d
     return manifest
 
 
-def python_library(max_bytes: int) -> Corpus:
-    """Files of Python's library, none of them short, in an order that has nothing to do with names.
+def python_code(source: str, max_bytes: int) -> Corpus:
+    """Files of Python code, none of them short, in an order that has nothing to do with names.
 
-    Which there are depends on the version of Python, and on whether its tests are installed.
+    Which there are depends on the version of Python, on whether its tests are installed, and on
+    what else is. Packages have files that are nearly copies of others, so what is held out of them
+    is less new than of the library.
     """
-    folder = Path(sysconfig.get_path("stdlib"))
-    paths = (p for p in folder.rglob("*.py") if "site-packages" not in p.parts)
-    texts = {path.read_text("utf-8", errors="replace") for path in paths}
+    library, packages = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
+    found = (p for p in library.rglob("*.py") if "site-packages" not in p.parts)
+    if source == PYTHON_PACKAGES:
+        found = itertools.chain(found, packages.rglob("*.py"))
+    # many a file stands in several packages
+    texts = {path.read_text("utf-8", errors="replace") for path in found if path.is_file()}
     long = (text for text in texts if len(text) >= SHORT_FILE)
     documents = sorted(long, key=lambda text: hashlib.sha256(text.encode()).digest())
     ends = itertools.accumulate(map(utf8_length, documents))
     return Corpus(
-        PYTHON_LIBRARY,
-        [text for text, end in zip(documents, ends, strict=True) if end <= max_bytes],
+        source, [text for text, end in zip(documents, ends, strict=True) if end <= max_bytes]
     )
 
 
 def _files_by_split(source: Path) -> dict[str, list[str]]:
-    if str(source) == PYTHON_LIBRARY and not source.exists():
-        return {"train": [PYTHON_LIBRARY]}
+    if str(source) in (PYTHON_LIBRARY, PYTHON_PACKAGES) and not source.exists():
+        return {"train": [str(source)]}
     if not source.exists():
         raise DataError(f"a source must be a file or a folder that exists, got {str(source)!r}")
     paths = sorted(source.iterdir()) if source.is_dir() else [source]
@@ -166,8 +172,8 @@ def _files_by_split(source: Path) -> dict[str, list[str]]:
 
 def _read(files: dict[str, list[str]], max_tokens: int) -> dict[str, Corpus]:
     most = BYTES_PER_TOKEN * max_tokens
-    if files["train"] == [PYTHON_LIBRARY]:
-        train = python_library(most)
+    if files["train"] in ([PYTHON_LIBRARY], [PYTHON_PACKAGES]):
+        train = python_code(files["train"][0], most)
     else:
         train = read_corpus(files["train"], max_bytes=most)
     if not files.get("valid"):

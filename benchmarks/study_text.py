@@ -180,7 +180,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("prepare", help="train the tokenizer, write token files")
     command.add_argument(
-        "--data", type=Path, nargs="+", required=True, help="folders or files, or python-library"
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="folders or files, or python-library or python-packages",
     )
     command.add_argument("--out", type=Path, required=True, help="folder of the cache")
     command.add_argument("--vocab", type=int, default=4096)

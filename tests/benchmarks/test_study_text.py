@@ -11,7 +11,7 @@ import study_report
 import study_run
 import study_text
 import torch
-from study_data import Cache, prepare
+from study_data import PYTHON_LIBRARY, PYTHON_PACKAGES, Cache, prepare, python_code
 from study_export import CARD
 from study_training import Training
 from study_variants import ENDINGS, SCALES, VALUE_ENDINGS, VARIANTS, find_variant
@@ -60,12 +60,20 @@ def test_a_cache_has_the_tokens_it_was_asked_for_and_the_words_as_wikitext_count
     assert kept == " \n = A title = \n \n two words \n"
 
 
-def test_the_code_of_python_itself_is_text_to_train_on(tmp_path):
-    prepare([Path("python-library")], tmp_path, vocab=300, max_tokens=20000)
+@pytest.mark.parametrize("source", ["python-library", "python-packages"])
+def test_the_code_of_python_and_of_its_packages_is_text_to_train_on(source, tmp_path):
+    prepare([Path(source)], tmp_path, vocab=300, max_tokens=20000)
     cache = Cache.open(tmp_path)
-    train, valid = (cache.tokens(split, "cpu")["python-library"] for split in ("train", "valid"))
+    train, valid = (cache.tokens(split, "cpu")[source] for split in ("train", "valid"))
     assert (len(train), len(valid)) == (20000, 1000)
     assert "import" in cache.tokenizer.decode(train)
+
+
+def test_packages_are_more_code_than_the_library_and_no_file_is_there_twice():
+    library, packages = (python_code(name, 1 << 40) for name in (PYTHON_LIBRARY, PYTHON_PACKAGES))
+    assert set(library.documents) < set(packages.documents)
+    assert len(packages.documents) == len(set(packages.documents))
+    assert any("class PreTrainedModel" in text for text in packages.documents)
 
 
 @pytest.mark.parametrize(
