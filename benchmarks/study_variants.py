@@ -405,6 +405,8 @@ VARIANTS: dict[str, Variant] = {
     "rule-wide": Variant(HYBRID.replace("F", "W"), "prior_free", is_rule=True, recurrence=2),
     # and by heads: of all experts for them, following the rule among these, the best
     "rule-1-5-heads-0.45": _ruled_heads(HYBRID.replace("F", "W"), 0.45),
+    # where a head may be full and another follow the rule
+    "rule-1-5-heads-0.5": _ruled_heads(HYBRID.replace("F", "W"), 0.5),
     "rule-1-1-heads-0.45": _ruled_heads("LW", 0.45),
     "prior-free-all-0.2": Variant("S", "prior_free", target=0.2),
     "prior-free-global-0.4": Variant(HYBRID.replace("F", "S"), "prior_free", target=0.4),
