@@ -30,7 +30,8 @@ fourth, in which every token takes full or local attention.
 ```bash
 meta-attention inspect {folder} --html routes.html \\
     --text "Elizabeth Bennet and Mr. Darcy danced; Mr. Darcy said nothing to Elizabeth Bennet."
-meta-attention generate {folder} --prompt "The old man looked at her and said" --temperature 0.7 --seed 0
+meta-attention generate {folder} --temperature 0.7 --seed 0 \\
+    --prompt "The old man looked at her and said"
 ```
 
 | on {sequences} validation sequences of {length} tokens | |
