@@ -144,9 +144,9 @@ def python_code(source: str, max_bytes: int) -> Corpus:
     is less new than of the library.
     """
     library, packages = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
-    found = (p for p in library.rglob("*.py") if "site-packages" not in p.parts)
+    found = [p for p in library.rglob("*.py") if "site-packages" not in p.parts]
     if source == PYTHON_PACKAGES:
-        found = itertools.chain(found, packages.rglob("*.py"))
+        found += packages.rglob("*.py")
     # many a file stands in several packages
     texts = {path.read_text("utf-8", errors="replace") for path in found if path.is_file()}
     long = (text for text in texts if len(text) >= SHORT_FILE)
