@@ -32,8 +32,9 @@ FAMILIES = {
 }
 # seeds below which a variant is drawn hollow and without its interval, which would hide the rest
 ENOUGH = 3
-# nats around the hybrid that have a panel of their own, if so many variants are there
-NEAR, CROWD = 0.012, 8
+# nats around the hybrid that have a panel of their own, if so many variants are there; and up to
+# which the other panels are linear
+NEAR, CROWD, LINEAR = 0.02, 8, 0.01
 # labels: points from their marker, nearest first, and directions
 DISTANCES = (5, 9, 14, 20, 27, 35, 44)
 DIRECTIONS = ((0.7, 0.7), (0.7, -0.7), (-0.7, 0.7), (-0.7, -0.7), (1, 0), (-1, 0), (0, 1), (0, -1))
@@ -209,7 +210,7 @@ def _panels(rows: Sequence[Row], is_paired: bool, are_times_shares: bool) -> lis
 
     def far(axis: "Axes") -> None:
         if is_paired:
-            axis.set_yscale("symlog", linthresh=NEAR)
+            axis.set_yscale("symlog", linthresh=LINEAR)
             axis.yaxis.set_major_formatter("{x:g}")
 
     def logarithmic(axis: "Axes") -> None:
@@ -227,7 +228,7 @@ def _panels(rows: Sequence[Row], is_paired: bool, are_times_shares: bool) -> lis
         def around(axis: "Axes") -> None:
             xs, ys = [p.x for p in near], [p.y for p in near]
             for limit, values in ((axis.set_xlim, xs), (axis.set_ylim, ys)):
-                margin = 0.1 * (max(values) - min(values)) or NEAR
+                margin = 0.1 * (max(values) - min(values)) or LINEAR
                 limit(min(values) - margin, max(values) + margin)
 
         panels.append(Panel("the same, near the hybrid", near, around))
