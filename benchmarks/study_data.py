@@ -76,6 +76,12 @@ class Cache:
             yield row["name"], (self.folder / row["file"]).read_text("utf-8"), row["words"]
 
 
+def draw_sequences(text: Tensor, number: int, length: int) -> Tensor:
+    """From anywhere in a text of token ids [N]: [number, length], int64."""
+    starts = torch.randint(len(text) - length + 1, (number, 1)).to(text.device, non_blocking=True)
+    return text[starts + torch.arange(length, device=text.device)].long()
+
+
 def prepare(sources: list[Path], out: Path, *, vocab: int, max_tokens: int) -> dict[str, Any]:
     """Train a tokenizer and write the token files.
 

@@ -137,14 +137,14 @@ def draw_frontier(rows: Sequence[Row], path: Path, *, are_times_shares: bool = F
         are_times_shares: Times are shares of the hybrid's, not milliseconds.
     """
     try:
-        import matplotlib.pyplot as plt
+        import matplotlib
     except ImportError:
         print("no plot: matplotlib is not installed; run report where it is")
         return
     figure = frontier_figure(rows, are_times_shares=are_times_shares)
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
         figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    matplotlib.pyplot.close(figure)
     print(f"written: {path}")
 
 
@@ -342,6 +342,7 @@ def _number(axis: "Axes", points: Sequence[Point]) -> None:
             for d, (dx, dy) in product(DISTANCES, DIRECTIONS)
         ]
         rooms = [box(x + dx, y + dy, width, height) for dx, dy in shifts]
+        # without any room, over something else rather than not at all
         best = next((i for i, room in enumerate(rooms) if is_free(room)), 0)
         (dx, dy), room = shifts[best], rooms[best]
         taken.append(room)

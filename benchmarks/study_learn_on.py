@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from study_data import Cache
+from study_data import Cache, draw_sequences
 from study_evaluation import evaluate
 from study_jobs import run_command, say
 from study_run import CONFIG, default_device, run_folder
@@ -36,8 +36,15 @@ from meta_attention import MetaAttentionForCausalLM
 from meta_attention.bench.machine import describe_machine
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.statistics import Figure
+from meta_attention.routing import check_cost
 from meta_attention.training.route import WINDOW_SHARE, RouteSettings
-from meta_attention.training.values import find_price, learn_on, learn_values, with_values
+from meta_attention.training.values import (
+    cost_range,
+    find_price,
+    learn_on,
+    learn_values,
+    with_values,
+)
 
 STATIC, STATIC_ON = "as it was", "learnt on, without routes"
 VALUED, VALUED_ON = "by value", "by value, learnt on"
@@ -76,11 +83,8 @@ class Learner:
         )
 
     def batches(self, number: int) -> Iterator[Tensor]:
-        """Sequences from anywhere in the text [B, T], int64."""
-        T, size = self.scale.length, self.scale.batch_size
         for _ in range(number):
-            starts = torch.randint(len(self.text) - T + 1, (size, 1)).to(self.device)
-            yield self.text[starts + torch.arange(T, device=self.device)].long()
+            yield draw_sequences(self.text, self.settings.batch_size, self.scale.length)
 
     def learn_values(self, model: MetaAttentionForCausalLM, steps: int) -> None:
         learn_values(
@@ -108,6 +112,8 @@ class Learner:
     def measure(self) -> dict[str, Row]:
         """Every row of a seed."""
         settings, rows = self.settings, {}
+        # before anything is learnt for it
+        check_cost(settings.target_cost, *cost_range(self.route()))
         torch.manual_seed(settings.seed)
         texts = list(self.batches(PRICING_BATCHES))
         rows[STATIC] = self.judge(self.load())
@@ -120,7 +126,7 @@ class Learner:
         find_price(routed, texts, settings.target_cost)
         rows[VALUED] = self.judge(routed)
         self.learn_on(routed, texts, settings.target_cost)
-        self.learn_values(routed, max(1, settings.steps // 2))
+        self.learn_values(routed, settings.num_steps - settings.steps - settings.train_steps)
         find_price(routed, texts, settings.target_cost)
         rows[VALUED_ON] = self.judge(routed)
         return rows
@@ -137,7 +143,20 @@ class Learner:
         }
 
 
+def read_record(path: Path, asked: Row) -> Row:
+    """What is there already; of the same settings, or it could not go on."""
+    try:
+        record: Row = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path} must be a file that this wrote: {error}; move it away") from error
+    if {name: record.get(name) for name in asked} != asked:
+        raise ConfigError(f"{path} is of other settings; give another --json")
+    return record
+
+
 def measure_all(args: argparse.Namespace) -> None:
+    if args.train_steps < 1:
+        raise ConfigError(f"--train-steps must be >= 1, got {args.train_steps}")
     cache, device = Cache.open(args.cache), default_device()
     settings = RouteSettings(
         target_cost=args.target_cost,
@@ -148,9 +167,7 @@ def measure_all(args: argparse.Namespace) -> None:
     asked = {"scale": args.scale, "variant": args.variant, "settings": asdict(settings)}
     record: Row = asked | {"seeds": {}}
     if args.json.exists():
-        record = json.loads(args.json.read_text())
-        if {name: record[name] for name in asked} != asked:
-            raise ConfigError(f"{args.json} is of other settings; give another --json")
+        record = read_record(args.json, asked)
     for seed in args.seeds:
         if str(seed) in record["seeds"]:
             continue

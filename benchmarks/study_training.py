@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from study_data import Cache
+from study_data import Cache, draw_sequences
 from study_evaluation import autocast
 from study_fixed_heads import FixedHeads, choose_heads
 from study_rule import RuledHeads, follow_rule
@@ -222,9 +222,7 @@ class Training:
 
     def batch(self, size: int | None = None) -> Tensor:
         """Sequences from anywhere in the text [B, T], int64."""
-        B, T = size or self.scale.batch_size, self.scale.length
-        starts = torch.randint(len(self.text) - T + 1, (B, 1)).to(self.device, non_blocking=True)
-        return self.text[starts + torch.arange(T, device=self.device)].long()
+        return draw_sequences(self.text, size or self.scale.batch_size, self.scale.length)
 
     def step(self) -> Tensor:
         """One step; what :meth:`window` takes the means of, on the device."""

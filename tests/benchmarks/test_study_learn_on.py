@@ -62,3 +62,19 @@ def test_a_seed_that_is_there_is_not_run_again_and_other_settings_are_refused(
 def test_a_hybrid_that_is_not_finished_is_one_line(arguments, capsys):
     assert study_learn_on.main([*arguments[:-1], "7"]) == 2
     assert "must be a finished run of study_text.py" in capsys.readouterr().err
+
+
+def test_a_cost_that_cannot_be_is_refused_before_anything_is_learnt(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(study_learn_on, "learn_on", None)
+    assert study_learn_on.main([*arguments, "--target-cost", "0.001"]) == 2
+    assert "target_cost must be above" in capsys.readouterr().err
+
+
+def test_bad_input_is_one_line_and_leaves_files_as_they_were(arguments, tmp_path, capsys):
+    assert study_learn_on.main([*arguments, "--train-steps", "0"]) == 2
+    assert "--train-steps must be >= 1" in capsys.readouterr().err
+    path = tmp_path / "on.json"
+    path.write_text("notes")
+    assert study_learn_on.main(arguments) == 2
+    assert "must be a file that this wrote" in capsys.readouterr().err
+    assert path.read_text() == "notes"
