@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from meta_attention.bench.machine import describe_machine
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.statistics import Figure
 from meta_attention.routing import check_cost
-from meta_attention.training.route import WINDOW_SHARE, RouteSettings
+from meta_attention.training.route import WINDOW_SHARE, RouteSettings, learn_beside
 from meta_attention.training.values import (
     cost_range,
     find_price,
@@ -86,12 +87,20 @@ class Learner:
         for _ in range(number):
             yield draw_sequences(self.text, self.settings.batch_size, self.scale.length)
 
-    def learn_values(self, model: MetaAttentionForCausalLM, steps: int) -> None:
+    def learn_values(
+        self,
+        model: MetaAttentionForCausalLM,
+        texts: list[Tensor],
+        steps: int,
+        target_cost: float | None = None,
+    ) -> None:
         learn_values(
             model,
             self.batches(steps),
             num_steps=steps,
             lr=self.settings.lr,
+            texts=texts,
+            target_cost=target_cost,
             autocast=self.autocast,
         )
 
@@ -122,11 +131,12 @@ class Learner:
         self.learn_on(static, texts, 1.0)
         rows[STATIC_ON] = self.judge(static)
         routed = self.route()
-        self.learn_values(routed, settings.steps)
+        learn = partial(self.learn_values, routed, texts)
+        learn_beside(settings.steps, settings.target_cost, learn)
         find_price(routed, texts, settings.target_cost)
         rows[VALUED] = self.judge(routed)
         self.learn_on(routed, texts, settings.target_cost)
-        self.learn_values(routed, settings.num_steps - settings.steps - settings.train_steps)
+        learn(settings.num_steps - settings.steps - settings.train_steps, settings.target_cost)
         find_price(routed, texts, settings.target_cost)
         rows[VALUED_ON] = self.judge(routed)
         return rows

@@ -128,11 +128,14 @@ def run(
 
 
 def learn_values_of(training: Training, base: Path, folder: Path) -> None:
-    """Values of a static model that is done; they are the same whatever routes shall cost."""
+    """Values of a static model that is done.
+
+    They are the same whatever routes shall cost, but for those learnt beside routes of a cost.
+    """
     shutil.copy(base / METRICS, folder / METRICS)
     figures = json.loads((base / RESULT).read_text())
     training.steps_done, training.seconds = figures["steps"], figures["seconds"]
-    other = _same_but_for_its_target(folder)
+    other = None if training.variant.around_own else _same_but_for_its_target(folder)
     if other is None:
         training.take(MetaAttentionForCausalLM.from_pretrained(base / "model").state_dict())
         _learn_values(training, folder)

@@ -24,6 +24,7 @@ from meta_attention.controller.posterior import ValuePosterior
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.objective import routing_loss
 from meta_attention.training.economy import WINDOW, Economy
+from meta_attention.training.route import learn_beside
 from meta_attention.training.values import (
     NEARLY,
     REPRICED_EVERY,
@@ -169,23 +170,36 @@ class Training:
         torch.manual_seed(1_000_003 * (self.seed + 1) - (3 if self.prices else 1))
         rows: list[dict[str, float]] = []
         seen: list[dict[str, float]] = []
+        begin, done = time.perf_counter(), 0
 
         def keep(step: int, figures: dict[str, float]) -> None:
             seen.append(figures)
-            if step % WINDOW == 0 or step == num_steps:
+            if (done + step) % WINDOW == 0 or done + step == num_steps:
                 means = {name: statistics.mean(f[name] for f in seen) for name in figures}
-                rows.append({"step": step} | means)
+                rows.append({"step": done + step} | means)
                 seen.clear()
 
-        begin = time.perf_counter()
-        learn_values(
-            self.model,
-            (self.batch() for _ in range(num_steps)),
-            num_steps=num_steps,
-            lr=scale.value_lr,
-            autocast=torch.bfloat16 if self.device == "cuda" else None,
-            on_step=keep,
-        )
+        def learn(number: int, target_cost: float | None = None) -> None:
+            nonlocal done
+            learn_values(
+                self.model,
+                (self.batch() for _ in range(number)),
+                num_steps=number,
+                lr=scale.value_lr,
+                texts=() if target_cost is None else self._pricing_texts(FEW_BATCHES),
+                target_cost=target_cost,
+                autocast=torch.bfloat16 if self.device == "cuda" else None,
+                on_step=keep,
+            )
+            done += number
+
+        if not self.variant.around_own:
+            learn(num_steps)
+        elif self.prices is None:
+            assert self.variant.target is not None
+            learn_beside(num_steps, self.variant.target, learn)
+        else:
+            learn(num_steps, self.variant.target)
         self.prices = before | {
             "value_tokens": before["value_tokens"] + num_steps * self.ids.numel(),
             "value_seconds": before["value_seconds"] + time.perf_counter() - begin,
@@ -194,16 +208,21 @@ class Training:
 
     def set_price(self, *, nearly: bool = False) -> None:
         """The price at which routes cost what is asked for."""
-        torch.manual_seed(1_000_003 * (self.seed + 1) - 2)  # as of no step, whatever came before
-        texts = [self.batch() for _ in range(FEW_BATCHES if nearly else PRICING_BATCHES)]
+        texts = self._pricing_texts(FEW_BATCHES if nearly else PRICING_BATCHES)
         assert self.variant.target is not None
         assert self.prices is not None
-        # not worth compiling for
-        with autocast(self.device), torch.compiler.set_stance("force_eager"):
+        with autocast(self.device):
             price = find_price(
                 self.model, texts, self.variant.target, tolerance=NEARLY if nearly else 0.0
             )
         self.prices = self.prices | {"price": price}
+
+    def _pricing_texts(self, number: int) -> list[Tensor]:
+        """Batches on which a price is found: the same at any step."""
+        with torch.random.fork_rng(devices=[]):
+            # as of no step; texts are drawn on the host
+            torch.default_generator.manual_seed(1_000_003 * (self.seed + 1) - 2)
+            return [self.batch() for _ in range(number)]
 
     def _groups(self) -> list[tuple[str, dict[str, Any]]]:
         """Parameters that learn alike, and the knob of their learning rate."""

@@ -199,6 +199,8 @@ class Variant:
         is_shuffled: While it learns on, tokens have the routes of others of their text: as many as
             by value for each head, in other places.
         value_scale: Nats above which values are told apart in relation to their size.
+        around_own: Once something is known of values, they are learnt beside routes of the target's
+            cost, and no longer beside the dearest experts.
         is_rule: Nothing is learnt to choose: full attention where the last two tokens stood
             together before, beyond the middle window, and that window elsewhere. With a target,
             heads differ, and following the rule is one more expert that a head may have.
@@ -229,6 +231,7 @@ class Variant:
     trains_on: bool = False
     is_shuffled: bool = False
     value_scale: float | None = None
+    around_own: bool = False
     is_tilted: bool = False
     kl_course: Literal["kept", "fading", "none"] = "kept"
     prior_strength: float = 1.0
@@ -460,13 +463,15 @@ ENDINGS: dict[str, Callable[[Variant], Variant]] = STATIC_ENDINGS | {
     # small values apart as finely as large ones
     "scaled": lambda v: replace(v, value_scale=0.01),
     "on": lambda v: replace(v, trains_on=True),
+    # values beside the routes that a model has, not beside all that it could have
+    "own": lambda v: replace(v, around_own=True),
     # is it these routes that a model learns from?
     "shuffled": lambda v: replace(v, is_shuffled=True),
     "early": lambda v: replace(v, is_early=True),
     # is it the token that matters, or the head?
     "blind": lambda v: replace(v, is_blind=True),
 }
-VALUE_ENDINGS = {"brief", "wide", "scaled", "on", "shuffled"}
+VALUE_ENDINGS = {"brief", "wide", "scaled", "on", "own", "shuffled"}
 
 
 def find_variant(name: str) -> Variant:

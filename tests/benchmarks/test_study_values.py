@@ -4,6 +4,7 @@ import json
 
 import pytest
 import study_run
+import study_training
 import torch
 from study_training import Training
 from study_variants import SCALES, find_variant
@@ -52,6 +53,44 @@ def test_values_are_learnt_for_a_hybrid_that_stays_as_it_is(manual, tmp_path):
     # of others they are not
     brief = study_run.run(manual, tmp_path, "value-1-5-0.45-brief", 0, "tiny", changes=SIZES)
     assert brief["prices"]["value_tokens"] == 2 * 128
+
+
+@pytest.mark.parametrize("ending", ["", "-on"])
+def test_values_may_be_learnt_beside_routes_of_the_targets_cost(
+    manual, tmp_path, monkeypatch, ending
+):
+    targets = []
+
+    def spy(model, batches, *, num_steps, texts, target_cost, **options):
+        targets.append((num_steps, target_cost, len(texts) > 0))
+        return learn_values(
+            model,
+            batches,
+            num_steps=num_steps,
+            texts=texts,
+            target_cost=target_cost,
+            **options,
+        )
+
+    learn_values = study_training.learn_values
+    monkeypatch.setattr(study_training, "learn_values", spy)
+    name = f"value-1-5-0.45{ending}-own"
+    result = study_run.run(manual, tmp_path, name, 0, "tiny", changes=SIZES)
+    folder = study_run.run_folder(tmp_path, "tiny", name, 0)
+    lines = (folder / "values.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert result["prices"]["value_tokens"] == 6 * 2 * 128
+    if ending:
+        # before the model learns on, and after
+        assert targets == [(3, None, False), (1, 0.45, True), (2, 0.45, True)]
+        assert steps == [4, 2]
+    else:
+        assert targets == [(4, None, False), (2, 0.45, True)]
+        assert steps == [6]
+        # so those of another cost are others
+        targets.clear()
+        study_run.run(manual, tmp_path, "value-1-5-0.35-own", 0, "tiny", changes=SIZES)
+        assert targets == [(4, None, False), (2, 0.35, True)]
 
 
 def test_a_model_learns_on_with_its_routes_and_what_they_are_worth_is_learnt_again(

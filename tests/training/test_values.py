@@ -7,6 +7,7 @@ import torch
 
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError, DataError
+from meta_attention.layers import attention
 from meta_attention.training.values import (
     cost_range,
     find_price,
@@ -14,6 +15,7 @@ from meta_attention.training.values import (
     learn_on,
     learn_values,
     router_parameters,
+    value_controllers,
     with_values,
 )
 
@@ -74,6 +76,43 @@ def test_a_run_that_fails_leaves_the_model_as_it_was(routed):
     with pytest.raises(DataError, match="a batch for each of 5 steps, got 2"):
         learn_values(routed, make_batches(2), num_steps=5)
     assert not routed.training
+    assert routed.config.training_weights == "mean"
+    assert all(p.requires_grad for p in routed.parameters())
+
+
+@pytest.mark.parametrize("target", [None, 0.5])
+def test_values_are_learnt_beside_the_dearest_experts_or_beside_routes_of_a_cost(
+    routed, target, monkeypatch
+):
+    learn_values(routed, make_batches(20), num_steps=20)
+    texts, seen = make_batches(8), []
+    choose = attention.choose_routes
+
+    def spy(*args, **kwargs):
+        routes = choose(*args, **kwargs)
+        if routes.weights.shape[-1] > 1 and routes.explored is not None:
+            seen.append(routes)
+        return routes
+
+    monkeypatch.setattr(attention, "choose_routes", spy)
+    learn_values(routed, make_batches(8), num_steps=8, lr=1e-6, texts=texts, target_cost=target)
+    assert len(seen) == 16  # of two layers in eight steps
+    takes_full = torch.cat([(routes.expert == 0)[~routes.explored] for routes in seen])
+    costs = routed.model.layers[1].attention.controller.costs
+    cost = torch.where(takes_full, costs[0], costs[1]).mean().item()
+    assert cost == pytest.approx(1.0 if target is None else target, abs=0.03)
+    # and of those that try, any
+    tries_full = torch.cat([(routes.expert == 0)[routes.explored] for routes in seen])
+    assert tries_full.float().mean().item() == pytest.approx(0.5, abs=0.1)
+    # afterwards the price is one that is known, and holds
+    prices = [controller.price.item() for controller in value_controllers(routed)]
+    assert prices == pytest.approx(2 * [routed.config.price])
+
+
+def test_a_cost_needs_texts_to_find_a_price_on(routed):
+    learn_values(routed, make_batches(5), num_steps=5)
+    with pytest.raises(ConfigError, match="batches must have tokens to find a price on"):
+        learn_values(routed, make_batches(2), num_steps=2, target_cost=0.5)
     assert routed.config.training_weights == "mean"
     assert all(p.requires_grad for p in routed.parameters())
 

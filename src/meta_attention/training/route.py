@@ -32,6 +32,8 @@ from meta_attention.training.values import (
 # costs that a price list has, beside the one asked for
 LISTED_COSTS = (0.2, 0.3, 0.45, 0.6, 0.8)
 LENGTH, WINDOW_SHARE, RECURRENCE = 512, 8, 3
+# of the steps in which values are learnt, how many are beside routes of the cost asked for
+OWN_SHARE = 1 / 3
 # share by which a cost may be below what was asked for
 TOLERANCE = 0.005
 # tokens on which prices are found, and on which they are judged
@@ -60,7 +62,8 @@ class RouteSettings:
         window_size: What tokens may take in place of full attention; None: an eighth of the length,
             or as the checkpoint has it.
         length: Tokens of a text; None: 512, or what the model can take.
-        steps: In which values are learnt; 0: they are those of the checkpoint, which has some.
+        steps: In which values are learnt, in the last third beside routes of the target's cost;
+            0: they are those of the checkpoint, which has some.
         batch_size: Texts of a step.
         lr: Learning rate at its highest.
         recurrence: As of ``MetaAttentionConfig``, 0: without; None: 3, or as the checkpoint has it.
@@ -172,10 +175,22 @@ def _learn(
         if on_step is not None:
             on_step(done + step, figures)
 
-    learn_values(model, batches, num_steps=settings.steps, lr=settings.lr, on_step=count)
+    def learn(num_steps: int, target_cost: float | None = None) -> None:
+        nonlocal done
+        learn_values(
+            model,
+            batches,
+            num_steps=num_steps,
+            lr=settings.lr,
+            texts=texts,
+            target_cost=target_cost,
+            on_step=count,
+        )
+        done += num_steps
+
+    learn_beside(settings.steps, settings.target_cost, learn)
     if not settings.train_steps:
         return
-    done += settings.steps
     learn_on(
         model,
         batches,
@@ -186,8 +201,23 @@ def _learn(
         on_step=count,
     )
     done += settings.train_steps
-    again = settings.num_steps - done
-    learn_values(model, batches, num_steps=again, lr=settings.lr, on_step=count)
+    learn(settings.num_steps - done, settings.target_cost)
+
+
+def learn_beside(
+    num_steps: int, target_cost: float, learn: Callable[[int, float | None], None]
+) -> None:
+    """Values of which nothing is known: beside all that could be bought, then beside what is.
+
+    Args:
+        num_steps: In all.
+        target_cost: Of what is bought then.
+        learn: Takes steps beside routes of a cost, or, with None, beside the dearest experts.
+    """
+    own = round(OWN_SHARE * num_steps)
+    learn(num_steps - own, None)
+    if own:
+        learn(own, target_cost)
 
 
 @torch.no_grad()

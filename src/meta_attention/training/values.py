@@ -114,18 +114,27 @@ def learn_values(
     *,
     num_steps: int,
     lr: float = 3e-3,
+    texts: Sequence[Tensor] = (),
+    target_cost: float | None = None,
     autocast: torch.dtype | None = None,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> None:
     """Teach controllers what experts are worth to a model that stays as it is.
 
-    Until they know, everything is bought: at a price below zero all take the dearest expert.
+    Half of the routes try any expert. What it is worth depends on what the others take. Until
+    something is known, that is the dearest: at a price below zero everything is bought. With a
+    target cost it is what they would take in use: where heads do the same work, each is worth
+    little beside all others, and much beside those that a price has left.
 
     Args:
         model: With ``controller="value"``; any of its routes may have been trained or not.
         batches: Token ids ``[B, T]``, one for each step.
         num_steps: How many of them to take.
         lr: Learning rate at its highest, after a short rise; it then falls to 0 as a cosine.
+        texts: Token ids ``[B, T]`` on which a price is found for the target cost, at first and
+            every ``REPRICED_EVERY`` steps.
+        target_cost: Routes that try nothing are those of this cost, as of :func:`find_price`; for
+            controllers that know something. None: the dearest experts.
         autocast: Precision of the model's forward pass; None: that of its weights.
         on_step: Called after every step with its number and its figures: ``loss`` with the routes
             that were tried, and ``kl``, the normalisers of the scores.
@@ -135,10 +144,12 @@ def learn_values(
     _check_learnable(parameters, "routers")
     optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
     done = 0
-    with _exploring(model, parameters):
+    with _exploring(model, parameters, buys_all=target_cost is None):
         for ids in batches:
             if done == num_steps:
                 break
+            if target_cost is not None and done % REPRICED_EVERY == 0:
+                _find_nearly(model, texts, target_cost, autocast)
             _set_rate(optimiser, lr, done, num_steps)
             figures = _step(model, ids, optimiser, parameters, autocast, of_model=False)
             done += 1
@@ -199,7 +210,7 @@ def learn_on(
             if done == num_steps:
                 break
             if done % REPRICED_EVERY == 0:
-                find_price(model, texts, target_cost, tolerance=NEARLY)
+                _find_nearly(model, texts, target_cost, autocast)
             model.train()
             _set_rate(optimiser, lr, done, num_steps)
             figures = _step(model, ids, optimiser, parameters, autocast, of_model=True)
@@ -244,11 +255,23 @@ def find_price(
         return sum(out.routed_cost.item() * ids.numel() for ids, out in outs) / num_tokens
 
     try:
-        with evaluating(model):
+        # not worth compiling for
+        with evaluating(model), torch.compiler.set_stance("force_eager"):
             return search_price(cost_at, target_cost, tolerance=tolerance)
     except BaseException:
         model.set_price(before)
         raise
+
+
+def _find_nearly(
+    model: MetaAttentionForCausalLM,
+    texts: Sequence[Tensor],
+    target_cost: float,
+    autocast: torch.dtype | None,
+) -> None:
+    """A price for the next steps."""
+    with _autocast(model.device, autocast):
+        find_price(model, texts, target_cost, tolerance=NEARLY)
 
 
 def cost_range(model: MetaAttentionForCausalLM) -> tuple[float, float]:
@@ -328,7 +351,7 @@ def _step(
     of_model: bool,
 ) -> dict[str, float]:
     """One update: of the model, or of its routers alone."""
-    with torch.autocast(ids.device.type, dtype=autocast, enabled=autocast is not None):
+    with _autocast(ids.device, autocast):
         out = model(ids, labels=ids, use_cache=False)
     figures = {"loss": out.task_loss.item(), "kl": out.kl.item()}
     if not math.isfinite(sum(figures.values())):
@@ -344,8 +367,14 @@ def _step(
     return figures
 
 
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
+
+
 @contextmanager
-def _exploring(model: MetaAttentionForCausalLM, parameters: list[nn.Parameter]) -> Iterator[None]:
+def _exploring(
+    model: MetaAttentionForCausalLM, parameters: list[nn.Parameter], *, buys_all: bool
+) -> Iterator[None]:
     """Routes that try any expert, of a model in which nothing but these parameters learns."""
     learnt = {id(p) for p in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in learnt]
@@ -356,8 +385,9 @@ def _exploring(model: MetaAttentionForCausalLM, parameters: list[nn.Parameter]) 
             parameter.requires_grad_(False)
         model.train()
         model.config.training_weights = "explore"
-        for price in prices:
-            price.fill_(-BEYOND)
+        if buys_all:
+            for price in prices:
+                price.fill_(-BEYOND)
         yield
     finally:
         for parameter in others:
