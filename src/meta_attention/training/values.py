@@ -144,7 +144,7 @@ def learn_values(
     _check_learnable(parameters, "routers")
     optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
     done = 0
-    with _exploring(model, parameters, buys_all=target_cost is None):
+    with exploring(model, parameters, buys_all=target_cost is None):
         for ids in batches:
             if done == num_steps:
                 break
@@ -372,7 +372,7 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast
 
 
 @contextmanager
-def _exploring(
+def exploring(
     model: MetaAttentionForCausalLM, parameters: list[nn.Parameter], *, buys_all: bool
 ) -> Iterator[None]:
     """Routes that try any expert, of a model in which nothing but these parameters learns."""

@@ -1,0 +1,307 @@
+"""What full attention is worth to tokens: as controllers of values say it, and as it is.
+
+What a route is worth depends on what the other routes take. ``check`` measures it where values were
+learnt beside all that could be bought, and where they are used, beside a model's own routes; on
+text that the model was trained on, and on text that it was not. ``relearn`` learns the values of a
+finished run once more, beside its own routes, and evaluates it before and after.
+
+    python benchmarks/study_worth.py check --cache runs/cache-packages --tokens 49152 \\
+        --run runs/code/small-value-1-5-0.45-scaled-on-seed0 --json runs/check.json
+    python benchmarks/study_worth.py relearn --cache runs/cache-packages --steps 150 \\
+        --run runs/code/small-value-1-5-0.45-scaled-on-seed0 --json runs/relearn.json
+
+Shapes: B sequences, T their length, G key-value heads, E experts.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from study_data import Cache, draw_sequences
+from study_evaluation import autocast, score
+from study_jobs import run_command, say
+from study_reading import Run
+from study_run import default_device
+from study_variants import find_variant
+from torch import Tensor, nn
+
+from meta_attention import MetaAttentionForCausalLM
+from meta_attention.bench.machine import describe_machine
+from meta_attention.controller import ValuePosterior, last_seen
+from meta_attention.errors import ConfigError, DataError
+from meta_attention.evaluation.perplexity import evaluating
+from meta_attention.layers import BayesianMetaAttentionLayer, LayerOutput
+from meta_attention.training.values import exploring, find_price, learn_values, router_parameters
+
+Row = dict[str, Any]
+TEXTS = {"trained on": "train", "held out": "valid"}
+# what routes that try nothing take
+CONTEXTS = ("all full", "own routes")
+# sequences of a step, and of the text on which prices are found
+BATCH_SIZE, PRICING_SEQUENCES = 2, 8
+RUN = 1  # the last two tokens together
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of the routes of a layer that tried an expert, [N] each but for the heads [N, G]."""
+
+    gain: Tensor  # of full attention on the window, in nats, at the expert that was tried
+    value: Tensor  # the same as the controller says it
+    tried: Tensor  # bool: this route was one of those
+    took_full: Tensor
+    own_full: Tensor  # what it takes in use
+    is_far: Tensor  # [N]: the last two tokens stood together before, beyond the window
+
+    def row(self, head: int, mask: Tensor) -> Row:
+        """Over tokens of a mask [N]; the gain is the mean over both places it is measured at."""
+        tried, took = self.tried[:, head] & mask, self.took_full[:, head]
+        at = [self.gain[:, head][tried & place].mean().item() for place in (took, ~took)]
+        return {
+            "head": head,
+            "measured": 0.5 * sum(at),
+            "predicted": self.value[:, head][mask].mean().item(),
+            "takes_full": self.own_full[:, head][mask].float().mean().item(),
+            "routes": int(tried.sum()),
+        }
+
+
+def check(args: argparse.Namespace) -> int:
+    cache, run = Cache.open(args.cache), Run.open(args.run)
+    rows: list[Row] = []
+    for text, split in TEXTS.items():
+        for context in CONTEXTS:
+            figures = measure(cache, run, split, args.tokens, buys_all=context == CONTEXTS[0])
+            for layer, found in figures.items():
+                anywhere = torch.ones_like(found.is_far)
+                for kind, mask in (("all", anywhere), ("far", found.is_far)):
+                    heads = range(found.gain.shape[1])
+                    where = {"text": text, "beside": context, "layer": layer, "tokens": kind}
+                    rows += [where | found.row(head, mask) for head in heads]
+    table = Table(
+        title="Nats that full attention is worth to a token: measured beside other routes, and as "
+        "the controller says.\nFar: the last two tokens stood together before, beyond the window."
+    )
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=130).print(table)
+    _write(args.json, {"run": run.folder.name, "tokens": args.tokens, "rows": rows})
+    return 0
+
+
+def measure(
+    cache: Cache, run: Run, split: str, num_tokens: int, *, buys_all: bool
+) -> dict[int, Figures]:
+    """What trying experts does to the loss, by routed layer; positions that see all are left out.
+
+    Args:
+        cache: The text it was trained on.
+        run: With values, of two experts.
+        split: ``"train"`` or ``"valid"``.
+        num_tokens: To try experts on, about.
+        buys_all: Routes that try nothing take full attention; else what they take in use.
+    """
+    device = default_device()
+    model = run.load(device)
+    parameters = router_parameters(model)
+    layers = {
+        index: block.attention
+        for index, block in enumerate(model.model.layers)
+        if len(block.attention.expert_names) > 1
+    }
+    windows = {index: _window(layer) for index, layer in layers.items()}
+    outputs: dict[int, LayerOutput] = {}
+    for index, layer in layers.items():
+        layer.register_forward_hook(_keep(outputs, index))
+    length = run.scale.length
+    parts: dict[int, list[Figures]] = {index: [] for index in layers}
+    torch.manual_seed(0)
+    number = max(1, num_tokens // (BATCH_SIZE * length))
+    batches = _batches(cache, split, number, length, device)
+    with exploring(model, parameters, buys_all=buys_all):
+        for ids in track(batches, f"{split}, {'all full' if buys_all else 'own'}", total=number):
+            with autocast(device):
+                out = model(ids, labels=ids, use_cache=False)
+            scores = [_values_of(outputs[index]).score for index in layers]
+            # of the sum of the text's losses
+            total = out.task_loss * ids[:, 1:].numel()
+            gradients = torch.autograd.grad(total, scores)
+            for index, gradient in zip(layers, gradients, strict=True):
+                kept = _figures(outputs[index], gradient, ids, windows[index], model.config.price)
+                parts[index].append(kept)
+    return {index: _joined(found) for index, found in parts.items()}
+
+
+def _figures(
+    output: LayerOutput, gradient: Tensor, ids: Tensor, window: int, price: float
+) -> Figures:
+    """Of one batch, from the gradient of its loss with respect to the scores."""
+    posterior, routes = _values_of(output), output.routes
+    assert routes.explored is not None
+    full, other = posterior.dearest, 1 - posterior.dearest
+    # before a token has more behind it than the window, both are the same
+    late = slice(window, None)
+    values = posterior.value.detach()
+    surplus = values - price * output.costs
+    distance = last_seen(ids, RUN + 1)[..., RUN]
+
+    def flat(x: Tensor) -> Tensor:
+        return x[:, late].flatten(0, 1).cpu()
+
+    return Figures(
+        gain=flat(posterior.num_shares * gradient[..., other]),
+        value=flat(values[..., full] - values[..., other]),
+        tried=flat(routes.explored),
+        took_full=flat(routes.expert == full),
+        own_full=flat(surplus[..., full] >= surplus[..., other]),
+        is_far=flat(distance >= window),
+    )
+
+
+def _joined(parts: list[Figures]) -> Figures:
+    names = Figures.__dataclass_fields__
+    return Figures(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+def _values_of(output: LayerOutput) -> ValuePosterior:
+    if not isinstance(output.posterior, ValuePosterior):
+        raise ConfigError("values are of a run whose variant learns them, such as value-1-5-0.45")
+    return output.posterior
+
+
+def _window(layer: BayesianMetaAttentionLayer) -> int:
+    names = layer.expert_names
+    if len(names) != 2 or names[0] != "full" or not names[1].startswith("local:"):
+        raise ConfigError(f"checked are values of full and a window, got {', '.join(names)}")
+    return int(names[1].removeprefix("local:"))
+
+
+def _keep(outputs: dict[int, LayerOutput], index: int) -> Any:
+    def keep(_: nn.Module, __: Any, output: LayerOutput) -> None:
+        outputs[index] = output
+
+    return keep
+
+
+def _batches(
+    cache: Cache, split: str, number: int, length: int, device: str, *, after: int = 0
+) -> Iterator[Tensor]:
+    """Token ids [B, T] from anywhere in a text, as often from each corpus as it is long."""
+    text = torch.cat([text[after:] for text in cache.tokens(split, device).values()])
+    if len(text) <= length:
+        raise DataError(
+            f"there must be more than {length} tokens of {split} text, got {len(text)}; prepare a "
+            "larger cache"
+        )
+    for _ in range(number):
+        yield draw_sequences(text, BATCH_SIZE, length)
+
+
+def relearn(args: argparse.Namespace) -> int:
+    cache, run = Cache.open(args.cache), Run.open(args.run)
+    target = find_variant(run.settings["variant"]).target
+    if target is None:
+        raise ConfigError(f"{run.folder} has no cost to find a price for: it is not routed")
+    device, scale = default_device(), run.scale
+    model = run.load(device)
+    rows = [{"values": "as they were"} | _judged(model, cache, run)]
+    # held out of the training, and of the evaluation
+    after = scale.eval_tokens if args.text == "valid" else 0
+
+    def batches(number: int) -> Iterator[Tensor]:
+        return _batches(cache, args.text, number, scale.length, device, after=after)
+
+    torch.manual_seed(args.seed)
+    texts = list(batches(PRICING_SEQUENCES // BATCH_SIZE))
+    precision = torch.bfloat16 if device == "cuda" else None
+    learn_values(
+        model,
+        track(batches(args.steps), "learning", total=args.steps),
+        num_steps=args.steps,
+        lr=scale.value_lr,
+        texts=texts,
+        target_cost=target,
+        autocast=precision,
+    )
+    with autocast(device):
+        find_price(model, texts, target)
+    learnt = f"beside its own routes, {args.text} text"
+    rows.append({"values": learnt} | _judged(model, cache, run))
+    for row in rows:
+        say(
+            f"{row['values']}: loss {row['loss']:.4f}, attention FLOPs "
+            f"{row['attention_flops']:.4f}, price {row['price']:.4f}"
+        )
+    _write(args.json, {"run": run.folder.name, "steps": args.steps, "rows": rows})
+    return 0
+
+
+def _judged(model: MetaAttentionForCausalLM, cache: Cache, run: Run) -> Row:
+    scale = run.scale
+    texts = cache.tokens("valid", str(model.device))
+    with evaluating(model):
+        hard = score(
+            model,
+            {name: text[: scale.eval_tokens] for name, text in texts.items()},
+            scale,
+            scale.length,
+        )
+    layers = [layer for layer in hard["routing"]["layers"] if not layer["is_static"]]
+    return {
+        "loss": hard["loss"],
+        "attention_flops": hard["attention_flops"],
+        "adaptivity": hard["routing"]["adaptivity"],
+        "takes_full": [layer["top_share"]["full"] for layer in layers],
+        "price": model.config.price,
+    }
+
+
+def _write(path: Path | None, found: Row) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    machine = describe_machine(torch.device(default_device()))
+    path.write_text(json.dumps(found | {"machine": machine}, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("check", help="values beside what they should be")
+    _add_options(command)
+    command.add_argument("--tokens", type=int, default=1 << 16, help="of each text, about")
+    command.set_defaults(call=check)
+    command = commands.add_parser("relearn", help="values once more, beside a run's own routes")
+    _add_options(command)
+    command.add_argument("--steps", type=int, default=150, help="of two sequences each")
+    command.add_argument("--text", choices=("train", "valid"), default="train")
+    command.add_argument("--seed", type=int, default=0, help="of the text and of what is tried")
+    command.set_defaults(call=relearn)
+    return parser
+
+
+def _add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--cache", type=Path, required=True, help="what prepare wrote")
+    command.add_argument("--run", type=Path, required=True, help="folder of a finished run")
+    command.add_argument("--json", type=Path, help="file to write")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_command(build_parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
