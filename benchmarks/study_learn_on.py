@@ -38,7 +38,7 @@ from meta_attention.bench.machine import describe_machine
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.evaluation.statistics import Figure
 from meta_attention.routing import check_cost
-from meta_attention.training.route import WINDOW_SHARE, RouteSettings, learn_beside
+from meta_attention.training.route import OWN_SHARE, WINDOW_SHARE, RouteSettings, learn_beside
 from meta_attention.training.values import (
     cost_range,
     find_price,
@@ -175,6 +175,8 @@ def measure_all(args: argparse.Namespace) -> None:
         train_lr=args.train_lr,
     )
     asked = {"scale": args.scale, "variant": args.variant, "settings": asdict(settings)}
+    # files of before have values that were learnt beside the dearest experts throughout
+    asked["own_share"] = OWN_SHARE
     record: Row = asked | {"seeds": {}}
     if args.json.exists():
         record = read_record(args.json, asked)

@@ -172,15 +172,16 @@ class Training:
         seen: list[dict[str, float]] = []
         begin, done = time.perf_counter(), 0
 
-        def keep(step: int, figures: dict[str, float]) -> None:
-            seen.append(figures)
-            if (done + step) % WINDOW == 0 or done + step == num_steps:
-                means = {name: statistics.mean(f[name] for f in seen) for name in figures}
-                rows.append({"step": done + step} | means)
-                seen.clear()
-
         def learn(number: int, target_cost: float | None = None) -> None:
             nonlocal done
+
+            def keep(step: int, figures: dict[str, float]) -> None:
+                seen.append(figures)
+                if step % WINDOW == 0 or step == number:
+                    means = {name: statistics.mean(f[name] for f in seen) for name in figures}
+                    rows.append({"step": done + step} | means)
+                    seen.clear()
+
             learn_values(
                 self.model,
                 (self.batch() for _ in range(number)),

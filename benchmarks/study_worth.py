@@ -1,9 +1,10 @@
 """What full attention is worth to tokens: as controllers of values say it, and as it is.
 
-What a route is worth depends on what the other routes take. ``check`` measures it where values were
-learnt beside all that could be bought, and where they are used, beside a model's own routes; on
-text that the model was trained on, and on text that it was not. ``relearn`` learns the values of a
-finished run once more, beside its own routes, and evaluates it before and after.
+What a route is worth depends on what the other routes take. ``check`` measures it where values are
+learnt of which nothing is known, beside full attention, and nearer to where they are used, beside a
+model's own routes; on text that it was trained on, and on text that it was not. In both, half of
+the routes try any expert. ``relearn`` learns the values of a finished run once more, in either way,
+and evaluates it before and after.
 
     python benchmarks/study_worth.py check --cache runs/cache-packages --tokens 49152 \\
         --run runs/code/small-value-1-5-0.45-scaled-on-seed0 --json runs/check.json
@@ -48,6 +49,8 @@ CONTEXTS = ("all full", "own routes")
 # sequences of a step, and of the text on which prices are found
 BATCH_SIZE, PRICING_SEQUENCES = 2, 8
 RUN = 1  # the last two tokens together
+# values of a finished run: not learnt again, or beside what
+LEARNT = {"as they were": None, "beside full attention": False, "beside its own routes": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +61,16 @@ class Figures:
     value: Tensor  # the same as the controller says it
     tried: Tensor  # bool: this route was one of those
     took_full: Tensor
-    own_full: Tensor  # what it takes in use
+    own_full: Tensor  # what it takes if it tries nothing
     is_far: Tensor  # [N]: the last two tokens stood together before, beyond the window
 
     def row(self, head: int, mask: Tensor) -> Row:
         """Over tokens of a mask [N]; the gain is the mean over both places it is measured at."""
         tried, took = self.tried[:, head] & mask, self.took_full[:, head]
-        at = [self.gain[:, head][tried & place].mean().item() for place in (took, ~took)]
+        places = [tried & place for place in (took, ~took)]
+        if not all(place.any() for place in places):
+            raise DataError("too few tokens to measure something on; give more --tokens")
+        at = [self.gain[:, head][place].mean().item() for place in places]
         return {
             "head": head,
             "measured": 0.5 * sum(at),
@@ -75,7 +81,7 @@ class Figures:
 
 
 def check(args: argparse.Namespace) -> int:
-    cache, run = Cache.open(args.cache), Run.open(args.run)
+    cache, run = _open(args)
     rows: list[Row] = []
     for text, split in TEXTS.items():
         for context in CONTEXTS:
@@ -123,11 +129,10 @@ def measure(
     outputs: dict[int, LayerOutput] = {}
     for index, layer in layers.items():
         layer.register_forward_hook(_keep(outputs, index))
-    length = run.scale.length
     parts: dict[int, list[Figures]] = {index: [] for index in layers}
     torch.manual_seed(0)
-    number = max(1, num_tokens // (BATCH_SIZE * length))
-    batches = _batches(cache, split, number, length, device)
+    number = max(1, num_tokens // (BATCH_SIZE * run.scale.length))
+    batches = _batches(cache, split, number, run, device)
     with exploring(model, parameters, buys_all=buys_all):
         for ids in track(batches, f"{split}, {'all full' if buys_all else 'own'}", total=number):
             with autocast(device):
@@ -180,7 +185,9 @@ def _values_of(output: LayerOutput) -> ValuePosterior:
 
 
 def _window(layer: BayesianMetaAttentionLayer) -> int:
-    names = layer.expert_names
+    names, granularity = layer.expert_names, layer.config.route_granularity
+    if granularity != "kv_head":
+        raise ConfigError(f"checked are values of heads, got route_granularity {granularity!r}")
     if len(names) != 2 or names[0] != "full" or not names[1].startswith("local:"):
         raise ConfigError(f"checked are values of full and a window, got {', '.join(names)}")
     return int(names[1].removeprefix("local:"))
@@ -193,11 +200,20 @@ def _keep(outputs: dict[int, LayerOutput], index: int) -> Any:
     return keep
 
 
+def _open(args: argparse.Namespace) -> tuple[Cache, Run]:
+    cache, run = Cache.open(args.cache), Run.open(args.run)
+    if run.settings["text"] != cache.manifest:
+        raise DataError(f"{run.folder} was trained on another text than {args.cache} has")
+    return cache, run
+
+
 def _batches(
-    cache: Cache, split: str, number: int, length: int, device: str, *, after: int = 0
+    cache: Cache, split: str, number: int, run: Run, device: str, *, after: int = 0
 ) -> Iterator[Tensor]:
     """Token ids [B, T] from anywhere in a text, as often from each corpus as it is long."""
-    text = torch.cat([text[after:] for text in cache.tokens(split, device).values()])
+    length, repeat = run.scale.length, run.scale.repeat if split == "train" else 1
+    texts = cache.tokens(split, device).values()
+    text = torch.cat([text[after : len(text) // repeat] for text in texts])
     if len(text) <= length:
         raise DataError(
             f"there must be more than {length} tokens of {split} text, got {len(text)}; prepare a "
@@ -208,54 +224,53 @@ def _batches(
 
 
 def relearn(args: argparse.Namespace) -> int:
-    cache, run = Cache.open(args.cache), Run.open(args.run)
-    target = find_variant(run.settings["variant"]).target
-    if target is None:
-        raise ConfigError(f"{run.folder} has no cost to find a price for: it is not routed")
+    cache, run = _open(args)
+    if args.steps < 1:
+        raise ConfigError(f"--steps must be >= 1, got {args.steps}")
     device, scale = default_device(), run.scale
-    model = run.load(device)
-    rows = [{"values": "as they were"} | _judged(model, cache, run)]
+    router_parameters(run.load(device))
+    target = find_variant(run.settings["variant"]).target
+    assert target is not None  # variants with values have one
+    eval_tokens = min(args.eval_tokens or scale.eval_tokens, scale.eval_tokens)
     # held out of the training, and of the evaluation
     after = scale.eval_tokens if args.text == "valid" else 0
-
-    def batches(number: int) -> Iterator[Tensor]:
-        return _batches(cache, args.text, number, scale.length, device, after=after)
-
-    torch.manual_seed(args.seed)
-    texts = list(batches(PRICING_SEQUENCES // BATCH_SIZE))
-    precision = torch.bfloat16 if device == "cuda" else None
-    learn_values(
-        model,
-        track(batches(args.steps), "learning", total=args.steps),
-        num_steps=args.steps,
-        lr=scale.value_lr,
-        texts=texts,
-        target_cost=target,
-        autocast=precision,
-    )
-    with autocast(device):
-        find_price(model, texts, target)
-    learnt = f"beside its own routes, {args.text} text"
-    rows.append({"values": learnt} | _judged(model, cache, run))
-    for row in rows:
-        say(
-            f"{row['values']}: loss {row['loss']:.4f}, attention FLOPs "
-            f"{row['attention_flops']:.4f}, price {row['price']:.4f}"
+    rows = []
+    for name, is_own in LEARNT.items():
+        model = run.load(device)
+        # the same text, and the same is tried, whatever the others take
+        torch.manual_seed(args.seed)
+        texts = list(
+            _batches(cache, args.text, PRICING_SEQUENCES // BATCH_SIZE, run, device, after=after)
         )
-    _write(args.json, {"run": run.folder.name, "steps": args.steps, "rows": rows})
+        if is_own is not None:
+            batches = _batches(cache, args.text, args.steps, run, device, after=after)
+            learn_values(
+                model,
+                track(batches, name, total=args.steps),
+                num_steps=args.steps,
+                lr=scale.value_lr,
+                texts=texts,
+                target_cost=target if is_own else None,
+                autocast=torch.bfloat16 if device == "cuda" else None,
+            )
+        with autocast(device):
+            find_price(model, texts, target)
+        rows.append({"values": name} | _judged(model, cache, run, eval_tokens))
+        say(
+            f"{name}: loss {rows[-1]['loss']:.4f}, attention FLOPs "
+            f"{rows[-1]['attention_flops']:.4f}, price {rows[-1]['price']:.4f}"
+        )
+    settings = {"run": run.folder.name, "steps": args.steps, "text": args.text, "seed": args.seed}
+    _write(args.json, settings | {"eval_tokens": eval_tokens, "rows": rows})
     return 0
 
 
-def _judged(model: MetaAttentionForCausalLM, cache: Cache, run: Run) -> Row:
-    scale = run.scale
-    texts = cache.tokens("valid", str(model.device))
+def _judged(model: MetaAttentionForCausalLM, cache: Cache, run: Run, num_tokens: int) -> Row:
+    texts = {
+        name: text[:num_tokens] for name, text in cache.tokens("valid", str(model.device)).items()
+    }
     with evaluating(model):
-        hard = score(
-            model,
-            {name: text[: scale.eval_tokens] for name, text in texts.items()},
-            scale,
-            scale.length,
-        )
+        hard = score(model, texts, run.scale, run.scale.length)
     layers = [layer for layer in hard["routing"]["layers"] if not layer["is_static"]]
     return {
         "loss": hard["loss"],
@@ -284,9 +299,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_options(command)
     command.add_argument("--tokens", type=int, default=1 << 16, help="of each text, about")
     command.set_defaults(call=check)
-    command = commands.add_parser("relearn", help="values once more, beside a run's own routes")
+    command = commands.add_parser("relearn", help="values once more, and what they are worth then")
     _add_options(command)
     command.add_argument("--steps", type=int, default=150, help="of two sequences each")
+    command.add_argument("--eval-tokens", type=int, help="of each corpus; default: the run's")
     command.add_argument("--text", choices=("train", "valid"), default="train")
     command.add_argument("--seed", type=int, default=0, help="of the text and of what is tried")
     command.set_defaults(call=relearn)

@@ -20,7 +20,8 @@ WINDOW = 16
 @pytest.fixture(scope="module")
 def runs(manual, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    for variant in (ON, "hybrid-1-5-heads-0.45", "value-1-5-0.45-wide"):
+    others = ("hybrid-1-5-heads-0.45", "value-1-5-0.45-wide", "value-1-5-token-0.45")
+    for variant in (ON, *others):
         study_run.run(manual, folder, variant, 0, "tiny", changes=SIZES)
     return folder
 
@@ -109,24 +110,55 @@ def test_a_row_has_the_mean_of_both_places_whatever_was_tried_more_often():
 
 
 @pytest.mark.parametrize("text", ["train", "valid"])
-def test_values_learnt_once_more_leave_the_model_and_keep_the_cost(arguments, tmp_path, text):
+def test_values_are_learnt_once_more_in_both_ways_and_cost_the_same(
+    arguments, tmp_path, monkeypatch, text
+):
+    beside, learn = [], study_worth.learn_values
+
+    def spy(*args, target_cost, **options):
+        beside.append(target_cost)
+        learn(*args, target_cost=target_cost, **options)
+
+    monkeypatch.setattr(study_worth, "learn_values", spy)
     path = tmp_path / "relearn.json"
-    options = ["--steps", "3", "--text", text, "--json", str(path)]
+    options = ["--steps", "3", "--text", text, "--json", str(path), "--eval-tokens", "256"]
     assert study_worth.main(["relearn", *arguments, *options]) == 0
-    before, after = json.loads(path.read_text())["rows"]
-    assert before["price"] != after["price"]
-    assert before["loss"] != after["loss"]
-    assert after["attention_flops"] == pytest.approx(before["attention_flops"], rel=0.3)
+    found = json.loads(path.read_text())
+    assert (found["text"], found["steps"], found["eval_tokens"]) == (text, 3, 256)
+    rows = {row["values"]: row for row in found["rows"]}
+    assert list(rows) == list(study_worth.LEARNT)
+    assert beside == [None, 0.45]
+    first, *learnt = (row["loss"] for row in rows.values())
+    assert first not in learnt
+    flops = [row["attention_flops"] for row in rows.values()]
+    assert max(flops) == pytest.approx(min(flops), rel=0.2)
+
+
+@pytest.mark.parametrize("command", ["check", "relearn"])
+def test_runs_without_values_are_refused_in_one_line(manual, runs, capsys, command):
+    run = study_run.run_folder(runs, "tiny", "hybrid-1-5-heads-0.45", 0)
+    assert study_worth.main([command, "--cache", str(manual.folder), "--run", str(run)]) == 2
+    assert "values need a model with controller='value'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        ("hybrid-1-5-heads-0.45", "values need a model with controller='value'"),
         ("value-1-5-0.45-wide", "checked are values of full and a window, got full, local:16"),
+        ("value-1-5-token-0.45", "checked are values of heads, got route_granularity 'token'"),
     ],
 )
-def test_other_runs_are_refused_in_one_line(manual, runs, capsys, variant, message):
+def test_other_values_are_not_checked(manual, runs, capsys, variant, message):
     run = study_run.run_folder(runs, "tiny", variant, 0)
     assert study_worth.main(["check", "--cache", str(manual.folder), "--run", str(run)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_bad_input_is_one_line(arguments, runs, capsys, monkeypatch):
+    assert study_worth.main(["relearn", *arguments, "--steps", "0"]) == 2
+    assert "--steps must be >= 1" in capsys.readouterr().err
+    run = Run.open(study_run.run_folder(runs, "tiny", ON, 0))
+    other = dataclasses.replace(run, settings=run.settings | {"text": {}})
+    monkeypatch.setattr(study_worth.Run, "open", lambda folder: other)
+    assert study_worth.main(["check", *arguments]) == 2
+    assert "was trained on another text" in capsys.readouterr().err

@@ -76,6 +76,39 @@ def test_a_model_may_learn_on_with_its_routes(run, static, tmp_path):
     assert not any(torch.equal(after[name], weight) for name, weight in before.items())
 
 
+def test_values_are_learnt_beside_full_attention_and_then_beside_routes(
+    run, static, tmp_path, monkeypatch
+):
+    asked, learn = [], route.learn_values
+
+    def spy(model, batches, *, num_steps, target_cost, texts, **options):
+        asked.append((num_steps, target_cost))
+        learn(
+            model,
+            batches,
+            num_steps=num_steps,
+            target_cost=target_cost,
+            texts=texts,
+            **options,
+        )
+
+    monkeypatch.setattr(route, "learn_values", spy)
+    flags = ("--length", 32, "--max-bytes", 20000, "--target-cost", 0.6)
+    for steps, first in ((1, [(1, None)]), (2, [(1, None), (1, 0.6)]), (6, [(4, None), (2, 0.6)])):
+        out = tmp_path / f"routed{steps}"
+        result = run("route", static, "--out", out, *flags, "--steps", steps, "--window", 4)
+        assert result.exit_code == 0, result.output
+        assert asked == first
+        asked.clear()
+    # of a model that has learnt on, and of one that has values, something is known
+    flags = (*flags, "--steps", 4, "--train-steps", 1)
+    run("route", static, "--out", tmp_path / "on", *flags, "--window", 4)
+    assert asked == [(3, None), (1, 0.6), (2, 0.6)]
+    asked.clear()
+    run("route", tmp_path / "on", "--out", tmp_path / "again", *flags)
+    assert asked == [(4, 0.6), (2, 0.6)]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

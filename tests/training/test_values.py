@@ -109,12 +109,27 @@ def test_values_are_learnt_beside_the_dearest_experts_or_beside_routes_of_a_cost
     assert prices == pytest.approx(2 * [routed.config.price])
 
 
-def test_a_cost_needs_texts_to_find_a_price_on(routed):
+def test_a_cost_is_checked_before_anything_is_learnt(routed):
+    batches = make_batches(2)
+    with pytest.raises(ConfigError, match="texts must have tokens to find a price on"):
+        learn_values(routed, batches, num_steps=2, target_cost=0.5)
+    with pytest.raises(ConfigError, match="target_cost must be above"):
+        learn_values(routed, batches, num_steps=2, texts=batches, target_cost=0.01)
+
+
+def test_a_run_that_fails_beside_routes_of_a_cost_leaves_the_price(routed):
     learn_values(routed, make_batches(5), num_steps=5)
-    with pytest.raises(ConfigError, match="batches must have tokens to find a price on"):
-        learn_values(routed, make_batches(2), num_steps=2, target_cost=0.5)
+    find_price(routed, make_batches(2), 0.7)
+    price = routed.config.price
+    assert price > 0.0
+    with pytest.raises(DataError, match="a batch for each of 5 steps, got 2"):
+        learn_values(
+            routed, make_batches(2), num_steps=5, texts=make_batches(2), target_cost=0.4, lr=0.05
+        )
+    assert routed.config.price == price
+    prices = [controller.price.item() for controller in value_controllers(routed)]
+    assert prices == pytest.approx(2 * [price])
     assert routed.config.training_weights == "mean"
-    assert all(p.requires_grad for p in routed.parameters())
 
 
 def test_a_price_is_found_for_a_cost_and_saved(routed, tmp_path):

@@ -62,8 +62,8 @@ class RouteSettings:
         window_size: What tokens may take in place of full attention; None: an eighth of the length,
             or as the checkpoint has it.
         length: Tokens of a text; None: 512, or what the model can take.
-        steps: In which values are learnt, in the last third beside routes of the target's cost;
-            0: they are those of the checkpoint, which has some.
+        steps: In which values are learnt, in the last third beside routes of the target's cost, or
+            in all of them if the checkpoint has values; 0: they are those of the checkpoint.
         batch_size: Texts of a step.
         lr: Learning rate at its highest.
         recurrence: As of ``MetaAttentionConfig``, 0: without; None: 3, or as the checkpoint has it.
@@ -142,7 +142,8 @@ def route_checkpoint(
     if not 0.0 < settings.train_lr < math.inf:
         raise ConfigError(f"train_lr must be above 0 and finite, got {settings.train_lr}")
     check_cost(settings.target_cost, *cost_range(routed))
-    price = model.config.price if model.config.controller == "value" else None
+    knows = model.config.controller == "value"
+    price = model.config.price if knows else None
     before = judge(model, judged, None, price)
     device = model.device
     num_blocks = max(1, PRICING_TOKENS // length)
@@ -150,7 +151,8 @@ def route_checkpoint(
     if settings.steps:
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
-            _learn(routed, _batches(learnt, settings.batch_size, device), texts, settings, on_step)
+            batches = _batches(learnt, settings.batch_size, device)
+            _learn(routed, batches, texts, settings, on_step, knows=knows)
     offers = []
     # what was asked for comes last, so that its price stays
     others = [cost for cost in LISTED_COSTS if cost != settings.target_cost]
@@ -167,8 +169,19 @@ def _learn(
     texts: Sequence[Tensor],
     settings: RouteSettings,
     on_step: Callable[[int, dict[str, float]], None] | None,
+    *,
+    knows: bool,
 ) -> None:
-    """Values; and where the model learns on with them, values of what it has become."""
+    """Values; and where the model learns on with them, values of what it has become.
+
+    Args:
+        model: With routes.
+        batches: As many as it takes.
+        texts: On which prices are found.
+        settings: What to do.
+        on_step: As of :func:`route_checkpoint`.
+        knows: Something is known of values already.
+    """
     done = 0
 
     def count(step: int, figures: dict[str, float]) -> None:
@@ -188,7 +201,10 @@ def _learn(
         )
         done += num_steps
 
-    learn_beside(settings.steps, settings.target_cost, learn)
+    if knows:
+        learn(settings.steps, settings.target_cost)
+    else:
+        learn_beside(settings.steps, settings.target_cost, learn)
     if not settings.train_steps:
         return
     learn_on(

@@ -123,8 +123,9 @@ def learn_values(
 
     Half of the routes try any expert. What it is worth depends on what the others take. Until
     something is known, that is the dearest: at a price below zero everything is bought. With a
-    target cost it is what they would take in use: where heads do the same work, each is worth
-    little beside all others, and much beside those that a price has left.
+    target cost it is what they take in use, as far as half of them do not try something: where
+    heads do the same work, each is worth little beside all others, and much beside those that a
+    price has left.
 
     Args:
         model: With ``controller="value"``; any of its routes may have been trained or not.
@@ -134,7 +135,8 @@ def learn_values(
         texts: Token ids ``[B, T]`` on which a price is found for the target cost, at first and
             every ``REPRICED_EVERY`` steps.
         target_cost: Routes that try nothing are those of this cost, as of :func:`find_price`; for
-            controllers that know something. None: the dearest experts.
+            controllers that know something. None: the dearest experts. Afterwards the model has the
+            last of these prices, which is not that of what was learnt since: find one.
         autocast: Precision of the model's forward pass; None: that of its weights.
         on_step: Called after every step with its number and its figures: ``loss`` with the routes
             that were tried, and ``kl``, the normalisers of the scores.
@@ -142,6 +144,10 @@ def learn_values(
     parameters = router_parameters(model)
     _check_steps(num_steps, lr)
     _check_learnable(parameters, "routers")
+    if target_cost is not None:
+        check_cost(target_cost, *cost_range(model))
+        if not any(ids.numel() for ids in texts):
+            raise ConfigError("texts must have tokens to find a price on, where target_cost is set")
     optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
     done = 0
     with exploring(model, parameters, buys_all=target_cost is None):
@@ -155,7 +161,7 @@ def learn_values(
             done += 1
             if on_step is not None:
                 on_step(done, figures)
-    _check_done(done, num_steps)
+        _check_done(done, num_steps)
 
 
 def learn_on(
@@ -379,7 +385,7 @@ def exploring(
     learnt = {id(p) for p in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in learnt]
     was_training, draw = model.training, model.config.training_weights
-    prices = [c.price for c in value_controllers(model)]
+    prices, before = [c.price for c in value_controllers(model)], model.config.price
     try:
         for parameter in others:
             parameter.requires_grad_(False)
@@ -389,6 +395,9 @@ def exploring(
             for price in prices:
                 price.fill_(-BEYOND)
         yield
+    except BaseException:
+        model.config.price = before
+        raise
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
