@@ -89,6 +89,8 @@ def read_group(
 def _figures(result: Row, hybrid: Row) -> Row:
     hard, soft, drawn = result["hard"], result["soft"], result["drawn"]
     routed = [layer for layer in hard["routing"]["layers"] if not layer["is_static"]]
+    # of models that learn on with values, where it was measured
+    first = result.get("with_first_values")
     return {
         "seed": result["seed"],
         "loss": hard["loss"],
@@ -104,6 +106,8 @@ def _figures(result: Row, hybrid: Row) -> Row:
         "entropy": soft["routing"]["routing_entropy"],
         "drawn_entropy": drawn["entropy"],
         "drawn_beyond_hybrid": drawn["loss"] - hybrid["drawn"]["loss"],
+        "first_values_beyond_hybrid": first and first["loss"] - hybrid["hard"]["loss"],
+        "first_values_flops": first and first["attention_flops"],
     }
 
 
@@ -159,6 +163,7 @@ def _print(record: Row) -> None:
         "entropy": ".0f",
         "drawn_entropy": ".0f",
         "drawn_beyond_hybrid": "+.4f",
+        "first_values_beyond_hybrid": "+.4f",
     }
     table = Table(title=record["variant"])
     for name in names:

@@ -24,9 +24,7 @@ from meta_attention.evaluation.routing import RoutingTally, routed_as
 def evaluate(model: MetaAttentionForCausalLM, cache: Cache, scale: Scale) -> dict[str, Any]:
     """Hard and soft at the length of training, hard at the longest, and by word."""
     device = str(model.device)
-    texts = {
-        name: text[: scale.eval_tokens] for name, text in cache.tokens("valid", device).items()
-    }
+    texts = held_out(cache, device, scale.eval_tokens)
     result: dict[str, Any] = {}
     with evaluating(model):
         result["hard"] = score(model, texts, scale, scale.length)
@@ -55,6 +53,19 @@ def evaluate(model: MetaAttentionForCausalLM, cache: Cache, scale: Scale) -> dic
             "bits_per_byte": scored.bits_per_byte,
         }
     return result | {"words": words}
+
+
+def evaluate_hard(
+    model: MetaAttentionForCausalLM, cache: Cache, scale: Scale, num_tokens: int | None = None
+) -> dict[str, Any]:
+    """The first of these alone, on so many tokens of each corpus."""
+    texts = held_out(cache, str(model.device), num_tokens or scale.eval_tokens)
+    with evaluating(model):
+        return score(model, texts, scale, scale.length)
+
+
+def held_out(cache: Cache, device: str, num_tokens: int) -> dict[str, Tensor]:
+    return {name: text[:num_tokens] for name, text in cache.tokens("valid", device).items()}
 
 
 def score(

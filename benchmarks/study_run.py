@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from bench_training_step import capture
 from study_data import Cache
-from study_evaluation import evaluate
+from study_evaluation import evaluate, evaluate_hard
 from study_training import FIRST_VALUES, PLAIN_STEPS, Training
 from study_variants import SCALES, Scale, Variant, find_variant
 from torch import Tensor
@@ -109,10 +109,14 @@ def run(
     if training.steps_done < scale.steps:
         _say(f"time is over after step {training.steps_done} of {scale.steps}")
         return None
+    result = {name: settings[name] for name in ("variant", "seed", "scale")}
     if variant.trains_on:
+        # what it is worth that values are learnt once more
+        training.set_price()
+        with torch.compiler.set_stance("force_eager"):
+            result["with_first_values"] = evaluate_hard(training.model, cache, scale)
         _learn_values(training, folder, 1.0 - FIRST_VALUES)
         training.set_price()
-    result = {name: settings[name] for name in ("variant", "seed", "scale")}
     result |= _training_figures(training, folder)
     if training.prices is not None:
         result["prices"] = training.prices

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from study_data import Cache, draw_sequences
-from study_evaluation import autocast, score
+from study_evaluation import autocast, evaluate_hard
 from study_jobs import run_command, say
 from study_reading import Run
 from study_run import default_device
@@ -38,7 +38,6 @@ from meta_attention import MetaAttentionForCausalLM
 from meta_attention.bench.machine import describe_machine
 from meta_attention.controller import ValuePosterior, last_seen
 from meta_attention.errors import ConfigError, DataError
-from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.layers import BayesianMetaAttentionLayer, LayerOutput
 from meta_attention.training.values import exploring, find_price, learn_values, router_parameters
 
@@ -266,11 +265,7 @@ def relearn(args: argparse.Namespace) -> int:
 
 
 def _judged(model: MetaAttentionForCausalLM, cache: Cache, run: Run, num_tokens: int) -> Row:
-    texts = {
-        name: text[:num_tokens] for name, text in cache.tokens("valid", str(model.device)).items()
-    }
-    with evaluating(model):
-        hard = score(model, texts, run.scale, run.scale.length)
+    hard = evaluate_hard(model, cache, run.scale, num_tokens)
     layers = [layer for layer in hard["routing"]["layers"] if not layer["is_static"]]
     return {
         "loss": hard["loss"],

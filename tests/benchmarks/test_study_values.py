@@ -113,6 +113,21 @@ def test_a_model_learns_on_with_its_routes_and_what_they_are_worth_is_learnt_aga
     assert 0.0 < cost < 1.0
 
 
+def test_it_is_judged_with_the_values_that_it_learnt_on_with_too(manual, tmp_path, monkeypatch):
+    judged = study_run.run(manual, tmp_path / "a", ON, 0, "tiny", changes=SIZES)
+    learn_values = Training.learn_values
+
+    def learn_first(training, part):
+        # once more, on the same weights, they are left as they are
+        return [] if training.prices else learn_values(training, part)
+
+    monkeypatch.setattr(Training, "learn_values", learn_first)
+    kept = study_run.run(manual, tmp_path / "b", ON, 0, "tiny", changes=SIZES)
+    assert judged["with_first_values"]["loss"] == kept["hard"]["loss"]
+    assert judged["with_first_values"]["attention_flops"] == kept["hard"]["attention_flops"]
+    assert judged["hard"]["loss"] != kept["hard"]["loss"]
+
+
 def test_steps_of_a_model_that_learns_on_are_timed_at_its_price(manual, tmp_path, monkeypatch):
     study_run.run(manual, tmp_path, ON, 0, "tiny", changes=SIZES)
     folder = study_run.run_folder(tmp_path, "tiny", ON, 0)
