@@ -31,6 +31,7 @@ from study_variants import SCALES, Scale, Variant, find_variant
 from torch import Tensor
 
 from meta_attention import MetaAttentionForCausalLM
+from meta_attention.bench.machine import describe_machine
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.training.economy import WINDOW
@@ -241,6 +242,7 @@ def _training_figures(training: Training, folder: Path) -> dict[str, Any]:
         "step_ms": statistics.median(row["step_ms"] for row in late),
         "device": torch.cuda.get_device_name() if training.device == "cuda" else training.device,
         "torch": torch.__version__,
+        "machine": describe_machine(torch.device(training.device)),
     }
 
 

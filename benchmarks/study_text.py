@@ -32,6 +32,10 @@ when it is started again.
     python benchmarks/study_text.py compare --runs runs/study --others hybrid-1-5-x32-late \\
         --variant prior-free-wide-kv_head-0.45 --other-runs runs/earlier
 
+    # what is published of runs, in one file
+    python benchmarks/study_text.py keep --runs runs/study --note "Books, five seeds" \\
+        --compared runs/comparison.json --json benchmarks/results/study_h200.json
+
     # a finished run as a checkpoint with a card
     python benchmarks/study_text.py export --cache runs/cache --out checkpoint --commit 8080304 \\
         --run runs/study/small-bayes-global-token-0.4-seed0
@@ -54,6 +58,7 @@ from pathlib import Path
 
 import study_compare
 import study_frontier
+import study_keep
 import study_report
 import study_run
 from study_data import Cache, prepare
@@ -272,7 +277,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", type=Path, help="file to write")
     command.set_defaults(call=compare)
+
+    command = commands.add_parser("keep", help="figures of runs in one file, to publish")
+    command.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
+    command.add_argument("--note", required=True, help="what they are, in a sentence")
+    command.add_argument(
+        "--compared", type=Path, nargs="+", default=[], help="what compare --json wrote"
+    )
+    command.add_argument("--json", type=Path, required=True, help="file to write")
+    command.set_defaults(call=keep)
     return parser
+
+
+def keep(args: argparse.Namespace) -> int:
+    study_keep.keep(args.runs, args.json, note=args.note, compared=args.compared)
+    return 0
 
 
 def compare(args: argparse.Namespace) -> int:

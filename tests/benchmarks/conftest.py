@@ -32,11 +32,12 @@ def _write_run(folder, variant, seed, loss, flops, entropy=50.0):
     hard["attention_and_controller_flops"] = flops + 0.01
     result = {"scale": "tiny", "parameters": 1, "tokens": 1, "step_ms": 1.0, "words": {}}
     result |= {"variant": variant, "seed": seed, "hard": hard, "soft": hard}
+    result |= {"device": "cpu", "torch": "2.13.0"}
     run = folder / f"tiny-{variant}-seed{seed}"
     run.mkdir(parents=True)
     (run / "result.json").write_text(json.dumps(result))
     settings = dataclasses.asdict(SCALES["tiny"]) | {"steps": 100, "argmax_from": 0.8}
-    (run / "config.json").write_text(json.dumps({"settings": settings}))
+    (run / "config.json").write_text(json.dumps({"settings": settings, "text": {}}))
     # drawn at steps 80 and before; the mean is of 71 to 80
     rows = [(70, 9.0), (75, loss + 1.0), (80, loss + 3.0), (90, 9.0)]
     metrics = [{"step": step, "loss": value, "routing_entropy": value} for step, value in rows]
