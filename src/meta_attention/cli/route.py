@@ -36,9 +36,9 @@ how:
   key-value head of a token, and controllers learn by how many nats full attention would lower the
   loss. A token takes it where that is more than its price. The price is found for --target-cost,
   the share of full attention's cost in these layers, and is 'price' in config.json: with another
-  one the same model costs less or more (--steps 0). What a route is worth depends on the others, and
-  at last is learnt beside those of --target-cost: far from it, learn anew. Losses are of held-out
-  text.
+  one the same model costs less or more (--steps 0). What a route is worth depends on the others,
+  and at last is learnt beside those of --target-cost: far from it, learn anew. Losses are of text
+  that was held out.
   With --train-steps the model then learns on with these routes, at prices that keep their cost, and
   values are learnt once more: better routes, of a model that is no longer the one you gave.
 """
