@@ -47,10 +47,12 @@ def keep(folders: Sequence[Path], path: Path, *, note: str, compared: Sequence[P
         folder = run_folder(Path(result["folder"]), scale, variant, seed)
         if folder.name in runs:
             raise DataError(f"{folder.name} must be in one folder only; keep them in two files")
-        runs[folder.name] = _figures(result)
+        machine = _machine(result)
+        if machine not in machines:
+            machines.append(machine)
+        # of machines, which one
+        runs[folder.name] = _figures(result) | {"machine": machines.index(machine)}
         _note_settings(settings, folder, scale)
-        if _machine(result) not in machines:
-            machines.append(_machine(result))
     record = {
         "note": note,
         "machines": machines,

@@ -63,6 +63,8 @@ def run(
 ) -> dict[str, Any] | None:
     """Train and evaluate; the result, or None if ``stop_at`` (as of ``time.time``) came first."""
     variant, device = find_variant(variant_name), device or default_device()
+    # the source may be another by the time that it ends
+    machine = describe_machine(torch.device(device))
     scale = SCALES[scale_name].with_changes(changes or [])
     folder = run_folder(runs, scale_name, variant_name, seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,7 @@ def run(
             result["with_first_values"] = evaluate_hard(training.model, cache, scale)
         _learn_values(training, folder, 1.0 - FIRST_VALUES)
         training.set_price()
-    result |= _training_figures(training, folder)
+    result |= _training_figures(training, folder) | {"machine": machine}
     if training.prices is not None:
         result["prices"] = training.prices
     if training.heads is not None:
@@ -242,7 +244,6 @@ def _training_figures(training: Training, folder: Path) -> dict[str, Any]:
         "step_ms": statistics.median(row["step_ms"] for row in late),
         "device": torch.cuda.get_device_name() if training.device == "cuda" else training.device,
         "torch": torch.__version__,
-        "machine": describe_machine(torch.device(training.device)),
     }
 
 

@@ -19,12 +19,13 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, TaskID, track
 from rich.table import Table
 from study_data import Cache, draw_sequences
 from study_evaluation import autocast, evaluate_hard
@@ -60,26 +61,32 @@ class Figures:
     value: Tensor  # the same as the controller says it
     tried: Tensor  # bool: this route was one of those
     took_full: Tensor
-    own_full: Tensor  # what it takes if it tries nothing
+    own_full: Tensor  # what it takes in use, at the run's price
     is_far: Tensor  # [N]: the last two tokens stood together before, beyond the window
 
     def row(self, head: int, mask: Tensor) -> Row:
-        """Over tokens of a mask [N]; the gain is the mean over both places it is measured at."""
+        """Over tokens of a mask [N]; the gain is the mean over both places it is measured at.
+
+        What there are no tokens for is None.
+        """
         tried, took = self.tried[:, head] & mask, self.took_full[:, head]
-        places = [tried & place for place in (took, ~took)]
-        if not all(place.any() for place in places):
-            raise DataError("too few tokens to measure something on; give more --tokens")
-        at = [self.gain[:, head][place].mean().item() for place in places]
+        at = [_mean(self.gain[:, head][tried & place]) for place in (took, ~took)]
+        known = [gain for gain in at if gain is not None]
         return {
             "head": head,
-            "measured": 0.5 * sum(at),
-            "predicted": self.value[:, head][mask].mean().item(),
-            "takes_full": self.own_full[:, head][mask].float().mean().item(),
+            "measured": 0.5 * sum(known) if len(known) == 2 else None,
+            "predicted": _mean(self.value[:, head][mask]),
+            "takes_full_in_use": _mean(self.own_full[:, head][mask].float()),
             "routes": int(tried.sum()),
         }
 
 
+def _mean(values: Tensor) -> float | None:
+    return values.mean().item() if values.numel() else None
+
+
 def check(args: argparse.Namespace) -> int:
+    _check_at_least_one("--tokens", args.tokens)
     cache, run = _open(args)
     rows: list[Row] = []
     for text, split in TEXTS.items():
@@ -98,10 +105,16 @@ def check(args: argparse.Namespace) -> int:
     for column in rows[0]:
         table.add_column(column.replace("_", " "))
     for row in rows:
-        table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()))
+        table.add_row(*map(_cell, row.values()))
     Console(width=130).print(table)
     _write(args.json, {"run": run.folder.name, "tokens": args.tokens, "rows": rows})
     return 0
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def measure(
@@ -153,8 +166,9 @@ def _figures(
     posterior, routes = _values_of(output), output.routes
     assert routes.explored is not None
     full, other = posterior.dearest, 1 - posterior.dearest
-    # before a token has more behind it than the window, both are the same
-    late = slice(window, None)
+    # a window sees so many tokens and its own: only after these does full attention see more; the
+    # last token predicts nothing
+    late = slice(window + 1, -1)
     values = posterior.value.detach()
     surplus = values - price * output.costs
     distance = last_seen(ids, RUN + 1)[..., RUN]
@@ -223,14 +237,16 @@ def _batches(
 
 
 def relearn(args: argparse.Namespace) -> int:
+    _check_at_least_one("--steps", args.steps)
+    if args.eval_tokens is not None:
+        _check_at_least_one("--eval-tokens", args.eval_tokens)
     cache, run = _open(args)
-    if args.steps < 1:
-        raise ConfigError(f"--steps must be >= 1, got {args.steps}")
     device, scale = default_device(), run.scale
     router_parameters(run.load(device))
     target = find_variant(run.settings["variant"]).target
     assert target is not None  # variants with values have one
-    eval_tokens = min(args.eval_tokens or scale.eval_tokens, scale.eval_tokens)
+    asked = scale.eval_tokens if args.eval_tokens is None else args.eval_tokens
+    eval_tokens = min(asked, scale.eval_tokens)
     # held out of the training, and of the evaluation
     after = scale.eval_tokens if args.text == "valid" else 0
     rows = []
@@ -243,15 +259,18 @@ def relearn(args: argparse.Namespace) -> int:
         )
         if is_own is not None:
             batches = _batches(cache, args.text, args.steps, run, device, after=after)
-            learn_values(
-                model,
-                track(batches, name, total=args.steps),
-                num_steps=args.steps,
-                lr=scale.value_lr,
-                texts=texts,
-                target_cost=target if is_own else None,
-                autocast=torch.bfloat16 if device == "cuda" else None,
-            )
+            with Progress() as progress:
+                bar = progress.add_task(name, total=args.steps)
+                learn_values(
+                    model,
+                    batches,
+                    num_steps=args.steps,
+                    lr=scale.value_lr,
+                    texts=texts,
+                    target_cost=target if is_own else None,
+                    autocast=torch.bfloat16 if device == "cuda" else None,
+                    on_step=partial(_show, progress, bar),
+                )
         with autocast(device):
             find_price(model, texts, target)
         rows.append({"values": name} | _judged(model, cache, run, eval_tokens))
@@ -264,6 +283,10 @@ def relearn(args: argparse.Namespace) -> int:
     return 0
 
 
+def _show(progress: Progress, bar: TaskID, done: int, _: dict[str, float]) -> None:
+    progress.update(bar, completed=done)
+
+
 def _judged(model: MetaAttentionForCausalLM, cache: Cache, run: Run, num_tokens: int) -> Row:
     hard = evaluate_hard(model, cache, run.scale, num_tokens)
     layers = [layer for layer in hard["routing"]["layers"] if not layer["is_static"]]
@@ -274,6 +297,11 @@ def _judged(model: MetaAttentionForCausalLM, cache: Cache, run: Run, num_tokens:
         "takes_full": [layer["top_share"]["full"] for layer in layers],
         "price": model.config.price,
     }
+
+
+def _check_at_least_one(flag: str, number: int) -> None:
+    if number < 1:
+        raise ConfigError(f"{flag} must be >= 1, got {number}")
 
 
 def _write(path: Path | None, found: Row) -> None:
@@ -297,7 +325,9 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("relearn", help="values once more, and what they are worth then")
     _add_options(command)
     command.add_argument("--steps", type=int, default=150, help="of two sequences each")
-    command.add_argument("--eval-tokens", type=int, help="of each corpus; default: the run's")
+    command.add_argument(
+        "--eval-tokens", type=int, help="of each corpus; at most, and by default, the run's"
+    )
     command.add_argument("--text", choices=("train", "valid"), default="train")
     command.add_argument("--seed", type=int, default=0, help="of the text and of what is tried")
     command.set_defaults(call=relearn)

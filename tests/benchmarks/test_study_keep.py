@@ -8,7 +8,7 @@ import study_run
 import study_text
 
 ON = "value-1-5-0.45-scaled-on"
-SIZES = ["steps=20", "window_size=1", "length=128", "longest=128"]
+SIZES = ["steps=20", "window_size=1", "length=128", "longest=256"]
 
 
 def kept(runs, path, *compared):
@@ -36,21 +36,46 @@ def test_figures_of_runs_and_their_comparison_are_kept(manual, tmp_path):
     assert run["routing"]["adaptivity"] == hard["routing"]["adaptivity"]
     assert run["with_first_values"]["loss"] == results[ON]["with_first_values"]["loss"]
     assert run["prices"] == results[ON]["prices"]
+    assert run["long"]["loss"] == results[ON]["long"]["loss"] != run["loss"]
+    for text, scored in ((run, hard), (run["long"], results[ON]["long"])):
+        [routed] = [layer for layer in scored["routing"]["layers"] if not layer["is_static"]]
+        assert text["routing"]["top_share"] == [routed["top_share"]]
+    assert "top_share" not in found["runs"]["tiny-hybrid-1-5-seed0"]["routing"]
     assert "prices" not in found["runs"]["tiny-hybrid-1-5-seed0"]
     assert found["compared"] == [json.loads(comparison.read_text())]
     # a run of one seed on one machine, with another size than the scale has
     [machine] = found["machines"]
+    assert run["machine"] == 0
     assert machine["torch"] == results[ON]["torch"]
     assert "date" not in machine
     assert found["settings"]["tiny"]["changes"] == {
         "length": 128,
         "window_size": 1,
         "steps": 20,
-        "longest": 128,
+        "longest": 256,
     }
     # and the figure can be drawn of it
     rows = study_frontier.published_rows([path], "tiny")
     assert [row["variant"] for row in rows] == ["hybrid-1-5", ON]
+
+
+def test_of_every_run_it_is_known_which_machine_it_is_of(write_run, tmp_path):
+    runs, path = tmp_path / "runs", tmp_path / "found.json"
+    for seed, commit in ((0, "a"), (1, "b"), (2, "a")):
+        write_run(runs, "hybrid-1-5", seed, 3.0, 0.2)
+        file = runs / f"tiny-hybrid-1-5-seed{seed}" / "result.json"
+        # another time makes no other machine
+        machine = {"commit": commit, "date": f"day {seed}"}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"machine": machine}))
+    _, found = kept([runs], path)
+    assert found["machines"] == [{"commit": "a"}, {"commit": "b"}]
+    assert [run["machine"] for run in found["runs"].values()] == [0, 1, 0]
+    # files of before do not have it, and are drawn as these are
+    rows = study_frontier.published_rows([path], "tiny")
+    for run in found["runs"].values():
+        del run["machine"]
+    path.write_text(json.dumps(found))
+    assert study_frontier.published_rows([path], "tiny") == rows
 
 
 def test_runs_of_other_settings_are_not_mixed(manual, tmp_path, capsys):

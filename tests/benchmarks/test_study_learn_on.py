@@ -25,10 +25,21 @@ def arguments(manual, hybrid, tmp_path, monkeypatch):
     return [*options, "--train-steps", "3", "--json", str(tmp_path / "on.json"), "--seeds", "0"]
 
 
-def test_a_seed_has_the_hybrid_and_routes_both_as_they_were_and_learnt_on(arguments, tmp_path):
+def test_a_seed_has_the_hybrid_and_routes_both_as_they_were_and_learnt_on(
+    arguments, tmp_path, monkeypatch
+):
+    asked, learn = [], study_learn_on.learn_values
+
+    def spy(*args, num_steps, target_cost, **options):
+        asked.append((num_steps, target_cost))
+        learn(*args, num_steps=num_steps, target_cost=target_cost, **options)
+
+    monkeypatch.setattr(study_learn_on, "learn_values", spy)
     assert study_learn_on.main(arguments) == 0
     record = json.loads((tmp_path / "on.json").read_text())
     rows = record["seeds"]["0"]
+    # beside full attention, beside own routes, and so of a model that has learnt on
+    assert asked == [(3, None), (1, 0.45), (2, 0.45)]
     static, static_on, valued, valued_on = (
         rows[name]
         for name in (
@@ -56,6 +67,12 @@ def test_a_seed_that_is_there_is_not_run_again_and_other_settings_are_refused(
     assert study_learn_on.main(arguments) == 0
     assert (tmp_path / "on.json").read_text() == before
     assert study_learn_on.main([*arguments, "--train-lr", "0.5"]) == 2
+    assert "give another --json" in capsys.readouterr().err
+    # of before values were learnt beside routes
+    record = json.loads(before)
+    record.pop("own_share", None)
+    (tmp_path / "on.json").write_text(json.dumps(record))
+    assert study_learn_on.main(arguments) == 2
     assert "give another --json" in capsys.readouterr().err
 
 

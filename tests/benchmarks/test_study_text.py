@@ -136,6 +136,19 @@ def test_what_tokens_pass_by_is_missing_from_the_operations_of_the_model(cache):
     assert shares["full-depth"] < 0.9
 
 
+def test_a_run_is_of_the_source_that_it_began_with(cache, tmp_path, monkeypatch):
+    source, window = {"commit": "first"}, study_run.Training.window
+
+    def commit_meanwhile(training):
+        source["commit"] = "second"
+        return window(training)
+
+    monkeypatch.setattr(study_run, "describe_machine", lambda device: dict(source))
+    monkeypatch.setattr(study_run.Training, "window", commit_meanwhile)
+    assert study_run.run(cache, tmp_path, "local", 0, "tiny")["machine"] == {"commit": "first"}
+    assert source == {"commit": "second"}
+
+
 def test_a_run_that_was_cut_off_goes_on_as_an_unbroken_one(cache, tmp_path, monkeypatch):
     def run(out):
         return study_run.run(cache, out, "bayes-all-token-0.2-early", 0, "tiny", changes=[STEPS])
@@ -513,6 +526,20 @@ def test_a_comparison_seed_by_seed_leaves_out_other_seeds(write_run, tmp_path):
     [row] = study_compare.compare(tmp_path, *names, seeds=[1])["against"]
     assert row["flops_ratio"] == pytest.approx(0.5)
     assert row["loss"]["n"] == 1
+
+
+def test_values_of_before_a_model_learnt_on_are_compared_where_they_were_judged(
+    write_run, tmp_path
+):
+    for seed in (0, 1):
+        write_run(tmp_path, "hybrid-1-5", seed, 3.0 + seed, 0.2)
+        write_run(tmp_path, "value-1-5-0.45-on", seed, 3.1 + seed, 0.15)
+    path = tmp_path / "tiny-value-1-5-0.45-on-seed1" / "result.json"
+    first = {"with_first_values": {"loss": 4.3, "attention_flops": 0.16}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | first))
+    runs = study_compare.compare(tmp_path, "value-1-5-0.45-on", ["hybrid-1-5"])["runs"]
+    assert [run["first_values_beyond_hybrid"] for run in runs] == [None, pytest.approx(0.3)]
+    assert [run["first_values_flops"] for run in runs] == [None, 0.16]
 
 
 def test_distances_may_be_taken_to_another_static_model(write_run, tmp_path):

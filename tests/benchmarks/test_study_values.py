@@ -173,6 +173,18 @@ def test_a_model_that_learns_on_goes_on_as_an_unbroken_one(manual, tmp_path, mon
     assert rows_of(folders[0]) == rows_of(folders[1])
 
 
+def test_a_price_is_found_on_the_same_text_at_any_step_and_steps_draw_as_without(manual):
+    scale = SCALES["tiny"].with_changes(SIZES)
+    training = Training(manual, find_variant(ON), scale, 0, "cpu")
+    first = training._pricing_texts(2)
+    torch.rand(3)
+    before = torch.get_rng_state()
+    again = training._pricing_texts(2)
+    assert torch.equal(torch.stack(first), torch.stack(again))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first[0], first[1])
+
+
 def test_shuffled_routes_are_as_many_in_other_places_and_only_while_the_model_learns(manual):
     scale = SCALES["tiny"].with_changes(SIZES)
     training = Training(manual, find_variant(f"{ON}-shuffled"), scale, 0, "cpu")

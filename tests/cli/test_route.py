@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError
 from meta_attention.training import route
+from meta_attention.training.values import with_values
 
 SMALL = ("--length", 32, "--window", 4, "--steps", 3, "--max-bytes", 20000)
 
@@ -43,6 +44,11 @@ def test_a_static_checkpoint_gets_routes_and_then_another_price(run, static, tmp
     assert before["price"] is None
     assert written["target_cost"] == 0.6
     assert written["attention_flops"] < before["attention_flops"]
+    by_head = [offer for offer in record["offers"] if offer["is_by_head"]]
+    assert by_head == record["offers"][2:4]
+    # heads are few: what is asked for lies between two choices
+    assert by_head[0]["routed_cost"] <= 0.6 < by_head[1]["routed_cost"]
+    assert result.output.count("for 0.6, by head alone") == 2
     model = MetaAttentionForCausalLM.from_pretrained(out)
     assert model.config.price == written["price"]
     assert model.config.experts_of(1) == ("full", "local:4")
@@ -68,6 +74,8 @@ def test_a_model_may_learn_on_with_its_routes(run, static, tmp_path):
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
     assert record["settings"]["train_steps"] == 3
+    # whose weights expect routes by token
+    assert not any(offer["is_by_head"] for offer in record["offers"])
     assert record["offers"][1]["routed_cost"] == pytest.approx(0.6, rel=0.1)
     before, after = (
         MetaAttentionForCausalLM.from_pretrained(folder).state_dict()
@@ -107,6 +115,59 @@ def test_values_are_learnt_beside_full_attention_and_then_beside_routes(
     asked.clear()
     run("route", tmp_path / "on", "--out", tmp_path / "again", *flags)
     assert asked == [(4, 0.6), (2, 0.6)]
+
+
+def test_values_that_a_checkpoint_has_yet_to_learn_begin_beside_full_attention(
+    run, static, tmp_path, monkeypatch
+):
+    routed, asked = tmp_path / "unlearnt", []
+    model = MetaAttentionForCausalLM.from_pretrained(static)
+    with_values(model, window_size=4, length=32).save_pretrained(routed)
+    AutoTokenizer.from_pretrained(static).save_pretrained(routed)
+    monkeypatch.setattr(
+        route, "learn_values", lambda *_, **given: asked.append(given["target_cost"])
+    )
+    flags = ("--length", 32, "--max-bytes", 20000, "--target-cost", 0.6)
+    result = run("route", routed, "--out", tmp_path / "learnt", *flags, "--steps", 3)
+    assert result.exit_code == 0, result.output
+    assert asked == [None, 0.6]
+    # it has a price, if only of nothing
+    assert json.loads((tmp_path / "learnt" / "route.json").read_text())["offers"][0]["price"] == 0.0
+    refused = run("route", routed, "--out", tmp_path / "priced", *flags, "--steps", 0)
+    assert "steps must be above 0 where a checkpoint has no values" in str(refused.exception)
+
+
+@pytest.mark.parametrize(("tokens", "few"), [(1024, 1), (2048, 2)])
+def test_while_something_is_learnt_prices_are_found_on_an_eighth_of_the_text(
+    run, static, tmp_path, monkeypatch, tokens, few
+):
+    monkeypatch.setattr(route, "PRICING_TOKENS", tokens)
+    learning, judging = [], []
+    learn_values, learn_on, find_price = route.learn_values, route.learn_on, route.find_price
+
+    def learn(model, batches, *, texts, **options):
+        learning.append(texts)
+        learn_values(model, batches, texts=texts, **options)
+
+    def go_on(model, batches, texts, *args, **options):
+        learning.append(texts)
+        learn_on(model, batches, texts, *args, **options)
+
+    def find(model, texts, *args, **options):
+        judging.append(texts)
+        return find_price(model, texts, *args, **options)
+
+    for name, spy in (("learn_values", learn), ("learn_on", go_on), ("find_price", find)):
+        monkeypatch.setattr(route, name, spy)
+    flags = (*SMALL, "--target-cost", 0.6, "--train-steps", 1)
+    result = run("route", static, "--out", tmp_path / "routed", *flags)
+    assert result.exit_code == 0, result.output
+    assert len(learning) == 4
+    for texts in learning:
+        assert len(texts) == few
+        assert all(ids is judging[0][8 * i] for i, ids in enumerate(texts))
+    # in blocks of 32, four at a time
+    assert {len(texts) for texts in judging} == {tokens // 128}
 
 
 @pytest.mark.parametrize(

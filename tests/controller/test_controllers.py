@@ -220,3 +220,13 @@ def test_a_new_value_controller_knows_of_no_token_in_particular():
         value = build_controller(config, COSTS, start=0)(*make_inputs()).value
         assert (value[..., 1:] < 0).all()
         assert torch.equal(value, value[:1, :1].expand_as(value))
+
+
+def test_a_value_controller_knows_something_once_it_tells_tokens_apart():
+    controller = build_controller(make_config(controller="value", routing="hard"), COSTS, start=0)
+    assert not controller.knows
+    with torch.no_grad():
+        controller.mlp[-1].bias.add_(1.0)
+        assert not controller.knows
+        controller.mlp[-1].weight[0, 0] = 0.1
+    assert controller.knows

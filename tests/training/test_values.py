@@ -8,10 +8,12 @@ import torch
 from meta_attention import MetaAttentionConfig, MetaAttentionForCausalLM
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.layers import attention
+from meta_attention.training import values as values_module
 from meta_attention.training.values import (
     cost_range,
     find_price,
     is_of_router,
+    knows_values,
     learn_on,
     learn_values,
     router_parameters,
@@ -111,10 +113,71 @@ def test_values_are_learnt_beside_the_dearest_experts_or_beside_routes_of_a_cost
 
 def test_a_cost_is_checked_before_anything_is_learnt(routed):
     batches = make_batches(2)
+    learn_values(routed, batches, num_steps=2)
+    price = find_price(routed, batches, 0.7)
+    before = {name: weight.clone() for name, weight in routed.state_dict().items()}
     with pytest.raises(ConfigError, match="texts must have tokens to find a price on"):
         learn_values(routed, batches, num_steps=2, target_cost=0.5)
     with pytest.raises(ConfigError, match="target_cost must be above"):
         learn_values(routed, batches, num_steps=2, texts=batches, target_cost=0.01)
+    for name, weight in routed.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+    assert routed.config.price == price
+    prices = [controller.price.item() for controller in value_controllers(routed)]
+    assert prices == pytest.approx(2 * [price])
+
+
+def test_beside_routes_of_a_cost_something_must_be_known(routed, tmp_path):
+    batches = make_batches(2)
+    routed.save_pretrained(tmp_path)
+    for unlearnt in (routed, MetaAttentionForCausalLM.from_pretrained(tmp_path)):
+        assert not knows_values(unlearnt)
+        with pytest.raises(ConfigError, match="let them learn beside the dearest experts first"):
+            learn_values(unlearnt, batches, num_steps=1, texts=batches, target_cost=0.5)
+    learn_values(routed, batches, num_steps=1)
+    routed.save_pretrained(tmp_path)
+    for learnt in (routed, MetaAttentionForCausalLM.from_pretrained(tmp_path)):
+        assert knows_values(learnt)
+        learn_values(learnt, batches, num_steps=1, texts=batches, target_cost=0.5)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_price_is_found_again_and_again_in_the_precision_of_the_steps(
+    routed, monkeypatch, autocast
+):
+    learn_values(routed, make_batches(5), num_steps=5)
+    found, known = [], []
+
+    def spy(*args, **options):
+        is_on = torch.is_autocast_enabled("cpu")
+        assert is_on == (autocast is not None)
+        assert not is_on or torch.get_autocast_dtype("cpu") == autocast
+        found.append(find_price(*args, **options))
+        return found[-1]
+
+    def keep(step, figures):
+        known.append(len(found))
+        assert routed.config.price == found[-1]
+
+    monkeypatch.setattr(values_module, "REPRICED_EVERY", 2)
+    monkeypatch.setattr(values_module, "find_price", spy)
+    texts, steps = make_batches(2), make_batches(5)
+    options = {"num_steps": 5, "autocast": autocast, "on_step": keep}
+    learn_values(routed, steps, texts=texts, target_cost=0.5, lr=0.05, **options)
+    assert known == [1, 1, 2, 2, 3]
+    assert len(set(found)) == 3
+    found.clear()
+    known.clear()
+    learn_on(routed, steps, texts, 0.5, **options)
+    assert known == [1, 1, 2, 2, 3]
+
+
+def test_no_more_batches_are_taken_than_there_are_steps(routed):
+    batches = iter(make_batches(6))
+    learn_values(routed, batches, num_steps=2)
+    learn_on(routed, batches, make_batches(1), 0.6, num_steps=2)
+    left = [*batches]
+    assert torch.equal(torch.stack(left), torch.stack(make_batches(6)[4:]))
 
 
 def test_a_run_that_fails_beside_routes_of_a_cost_leaves_the_price(routed):

@@ -41,6 +41,14 @@ how:
   that was held out.
   With --train-steps the model then learns on with these routes, at prices that keep their cost, and
   values are learnt once more: better routes, of a model that is no longer the one you gave.
+
+\b
+does the token matter?
+  'By head alone' is the model without routes by token: each head has full attention or the window
+  for good, those with full attention to which it is worth most. Heads are few, so there are two
+  such rows, the dearest below the cost asked for and the cheapest above. Where they lose no more
+  than the row that is written, the token does not matter on your text. (Not with --train-steps,
+  after which weights expect routes.)
 """
 
 
@@ -157,8 +165,9 @@ def _print_offers(offers: "Sequence[Offer]") -> None:
         table.add_column(column, justify="left" if not column else "right")
     for offer in offers:
         name = "as it was" if offer.target_cost is None else f"for {offer.target_cost:g}"
+        name += ", written" if offer is offers[1] else ", by head alone" * offer.is_by_head
         table.add_row(
-            name + (", written" if offer is offers[1] else ""),
+            name,
             "" if offer.price is None else f"{offer.price:.4f}",
             "" if offer.routed_cost is None else f"{offer.routed_cost:.3f}",
             f"{offer.attention_flops:.3f}",

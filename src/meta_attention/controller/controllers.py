@@ -225,6 +225,11 @@ class ValueController(MLPController):
             with torch.no_grad():
                 init.zeros_(self.mlp[-1].weight)  # type: ignore[arg-type]
 
+    @property
+    def knows(self) -> bool:
+        """Whether it tells tokens apart: one that starts on an expert does not yet."""
+        return bool(self.mlp[-1].weight.any())  # type: ignore[operator]
+
     def view_of(self, x: Tensor) -> Tensor:
         # else what later layers have yet to learn would count as a gain or a loss of earlier ones
         return x.detach()

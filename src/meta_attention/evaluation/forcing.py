@@ -57,7 +57,8 @@ class ForcedController(nn.Module):
 
     Args:
         controller: The one it stands in for; costs and prior stay its own.
-        expert_index: The expert every token takes, or that of each, ``[B, T]`` or ``[B, T, G]``.
+        expert_index: The expert every token takes, or that of each, ``[B, T]`` or ``[B, T, G]``;
+            or that of each head ``[G]``, whatever the token.
     """
 
     def __init__(self, controller: nn.Module, expert_index: int | Tensor) -> None:
@@ -90,6 +91,8 @@ class ForcedController(nn.Module):
             expert = torch.full(shape, self.expert_index, device=x.device)
         else:
             expert = self.expert_index.to(x.device).long()
+        if expert.shape == self.groups:
+            expert = expert.expand(shape)
         if expert.shape != shape:
             raise ShapeError(
                 f"forced routes must be {list(shape)}, one for each route there is, got "
@@ -128,8 +131,8 @@ def force_routes(model: nn.Module, routes: Mapping[int, Tensor]) -> Iterator[Non
     Args:
         model: A routed model, called with one batch of the shape of the routes.
         routes: By index of the layer, the index of the expert of every token ``[B, T]``, or of
-            every key-value head ``[B, T, G]`` where these have routes of their own. Not of blocks
-            that tokens may pass by.
+            every key-value head ``[B, T, G]`` where these have routes of their own; or without B
+            and T, if it is the same for all tokens. Not of blocks that tokens may pass by.
     """
     with _standing_in(model, routes):
         yield

@@ -5,7 +5,7 @@ Shapes: B sequences, T their length.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -15,15 +15,18 @@ from transformers import PreTrainedTokenizerFast
 
 from meta_attention.errors import ConfigError
 from meta_attention.evaluation.flops import Flops, count_full, count_model
+from meta_attention.evaluation.forcing import force_routes
 from meta_attention.evaluation.perplexity import evaluating
 from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.routing import check_cost
+from meta_attention.training.by_head import experts_by_head
 from meta_attention.training.corpus import Corpus
 from meta_attention.training.data import hold_out
 from meta_attention.training.packing import PackedDataset, pack, spread_blocks
 from meta_attention.training.values import (
     cost_range,
     find_price,
+    knows_values,
     learn_on,
     learn_values,
     with_values,
@@ -38,6 +41,8 @@ OWN_SHARE = 1 / 3
 TOLERANCE = 0.005
 # tokens on which prices are found, and on which they are judged
 PRICING_TOKENS, JUDGED_TOKENS = 1 << 15, 1 << 16
+# while something is learnt, prices are found again and again, each on every eighth batch
+PRICING_STRIDE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class Offer:
     """Executed, as a share of full attention in all layers."""
     routed_cost: float | None
     """Executed in the routed layers, by the costs of experts."""
+    is_by_head: bool = False
+    """Without routes by token: every head has one expert, whatever the token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,7 @@ class RouteSettings:
             or as the checkpoint has it.
         length: Tokens of a text; None: 512, or what the model can take.
         steps: In which values are learnt, in the last third beside routes of the target's cost, or
-            in all of them if the checkpoint has values; 0: they are those of the checkpoint.
+            in all of them if the checkpoint has learnt some; 0: they are those of the checkpoint.
         batch_size: Texts of a step.
         lr: Learning rate at its highest.
         recurrence: As of ``MetaAttentionConfig``, 0: without; None: 3, or as the checkpoint has it.
@@ -101,7 +108,8 @@ def route_checkpoint(
 ) -> tuple[MetaAttentionForCausalLM, list[Offer]]:
     """The model with routes, at the price of what was asked for; and its price list.
 
-    The first offer is the model as it was, the second what was asked for.
+    The first offer is the model as it was, the second what was asked for. Then what heads do at
+    about that cost that each keep one expert, unless the model has learnt on with routes by token.
 
     Args:
         model: Static, some of its layers full; or one that knows values.
@@ -118,13 +126,16 @@ def route_checkpoint(
         )
     learnt, judged = (pack(part, tokenizer, length) for part in hold_out(corpus))
     routed = model
-    if model.config.controller == "value":
+    has_values = model.config.controller == "value"
+    # a checkpoint may have been saved before its values were learnt
+    knows = has_values and knows_values(model)
+    if not settings.steps and not knows:
+        raise ConfigError("steps must be above 0 where a checkpoint has no values yet")
+    if has_values:
         for name in ("window_size", "recurrence"):
             if getattr(settings, name) is not None:
                 raise ConfigError(f"{name} must not be given where a checkpoint has values already")
     else:
-        if not settings.steps:
-            raise ConfigError("steps must be above 0 where a checkpoint has no values yet")
         routed = with_values(
             model,
             window_size=settings.window_size or max(1, length // WINDOW_SHARE),
@@ -142,9 +153,7 @@ def route_checkpoint(
     if not 0.0 < settings.train_lr < math.inf:
         raise ConfigError(f"train_lr must be above 0 and finite, got {settings.train_lr}")
     check_cost(settings.target_cost, *cost_range(routed))
-    knows = model.config.controller == "value"
-    price = model.config.price if knows else None
-    before = judge(model, judged, None, price)
+    before = judge(model, judged, None, model.config.price if has_values else None)
     device = model.device
     num_blocks = max(1, PRICING_TOKENS // length)
     texts = list(spread_blocks(learnt, num_blocks, settings.batch_size, device))
@@ -152,7 +161,8 @@ def route_checkpoint(
         with torch.random.fork_rng():
             torch.manual_seed(settings.seed)
             batches = _batches(learnt, settings.batch_size, device)
-            _learn(routed, batches, texts, settings, on_step, knows=knows)
+            few = texts[::PRICING_STRIDE]
+            _learn(routed, batches, few, settings, on_step, knows=knows)
     offers = []
     # what was asked for comes last, so that its price stays
     others = [cost for cost in LISTED_COSTS if cost != settings.target_cost]
@@ -160,7 +170,15 @@ def route_checkpoint(
         offers.append(
             judge(routed, judged, cost, find_price(routed, texts, cost, tolerance=TOLERANCE))
         )
-    return routed, [before, offers.pop(), *offers]
+    asked_for = offers.pop()
+    by_head: list[Offer] = []
+    # what passes a block by is known to the model alone, and weights that learnt on know of routes
+    if not settings.train_steps and routed.config.depth_capacity is None:
+        for choice in experts_by_head(routed, texts, settings.target_cost):
+            with force_routes(routed, choice):
+                found = judge(routed, judged, settings.target_cost, None)
+            by_head.append(replace(found, is_by_head=True))
+    return routed, [before, asked_for, *by_head, *offers]
 
 
 def _learn(

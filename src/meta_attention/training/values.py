@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -148,12 +149,15 @@ def learn_values(
         check_cost(target_cost, *cost_range(model))
         if not any(ids.numel() for ids in texts):
             raise ConfigError("texts must have tokens to find a price on, where target_cost is set")
+        if not knows_values(model):
+            raise ConfigError(
+                "target_cost is for controllers that know something, and these know nothing yet: "
+                "let them learn beside the dearest experts first, without target_cost"
+            )
     optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
     done = 0
     with exploring(model, parameters, buys_all=target_cost is None):
-        for ids in batches:
-            if done == num_steps:
-                break
+        for ids in islice(batches, num_steps):
             if target_cost is not None and done % REPRICED_EVERY == 0:
                 _find_nearly(model, texts, target_cost, autocast)
             _set_rate(optimiser, lr, done, num_steps)
@@ -212,9 +216,7 @@ def learn_on(
     was_training, draw, done = model.training, model.config.training_weights, 0
     model.config.training_weights = "mean"
     try:
-        for ids in batches:
-            if done == num_steps:
-                break
+        for ids in islice(batches, num_steps):
             if done % REPRICED_EVERY == 0:
                 _find_nearly(model, texts, target_cost, autocast)
             model.train()
@@ -300,6 +302,11 @@ def value_controllers(model: nn.Module) -> list[ValueController]:
     if not controllers:
         raise ConfigError("values need a model with controller='value'; this one has none")
     return controllers
+
+
+def knows_values(model: nn.Module) -> bool:
+    """Whether anything was learnt of values; of a model that :func:`with_values` made, not yet."""
+    return any(controller.knows for controller in value_controllers(model))
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
