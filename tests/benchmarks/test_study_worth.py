@@ -135,7 +135,8 @@ def test_what_is_measured_is_the_slope_of_the_loss(runs, monkeypatch):
     def total() -> torch.Tensor:
         return model(ids, labels=ids, use_cache=False).task_loss * ids[:, 1:].numel()
 
-    with exploring(model, router_parameters(model), buys_all=False):
+    # where half of the routes try something: a sum of few is not exact enough in float32
+    with exploring(model, router_parameters(model), buys_all=True):
         loss = total()
         output = outputs[3]
         (gradient,) = torch.autograd.grad(loss, output.posterior.score)

@@ -247,6 +247,11 @@ def _check_values(config: "MetaAttentionConfig") -> None:
     _require_number("price", config.price)
     if not math.isfinite(config.price):
         raise ConfigError(f"price must be finite, got {config.price}")
+    _require_number("explored_share", config.explored_share)
+    if not 0.0 < config.explored_share <= 1.0:
+        raise ConfigError(
+            f"explored_share must be above 0 and at most 1, got {config.explored_share}"
+        )
     draw = config.training_weights
     if config.controller != "value":
         if config.price:

@@ -111,7 +111,8 @@ class MetaAttentionConfig(PreTrainedConfig):
             reparameterised ``"sample"`` of it (a hard route then takes the largest of a sample:
             Thompson sampling), or ``"one_hot"``: a hard route takes one expert drawn with the
             probabilities of the mean. Evaluation always uses the mean. ``"explore"`` is how
-            ``controller="value"`` learns: half of the routes try any expert.
+            ``controller="value"`` learns: some routes try any expert.
+        explored_share: How many do; ``learn_values`` sets it.
         route_gradient: How hard routes teach the controller: ``"all"``: every expert runs in
             training, and the gradient is that of the belief in all of them (straight-through).
             ``"chosen"``: only the chosen expert runs, so that training saves time too, and its
@@ -188,6 +189,7 @@ class MetaAttentionConfig(PreTrainedConfig):
     kl_weight: float = 1.0
     cost_weight: float = 0.0
     training_weights: TrainingWeights = "mean"
+    explored_share: float = 0.5
     route_gradient: RouteGradient = "all"
     route_granularity: RouteGranularity = "token"
     routing: RoutingName = "soft"

@@ -181,6 +181,7 @@ class BayesianMetaAttentionLayer(nn.Module):
             gradient=gradient,
             signal=self.config.uncertainty_signal,
             threshold=self.controller.uncertainty_threshold,
+            explored_share=self.config.explored_share,
         )
 
         # routes -> plan -> experts -> merge; for the newest tokens alone, all in one

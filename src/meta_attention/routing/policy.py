@@ -18,8 +18,6 @@ from meta_attention.routing.gate import uncertainty_of
 
 # an expert drawn at a lower probability counts as if it had this one; see choose_routes
 MIN_PROBABILITY = 1e-6
-# share of the routes that try any expert, where they explore
-EXPLORED = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,7 @@ def choose_routes(
     gradient: RouteGradient = "all",
     signal: str = "mutual_information",
     threshold: Tensor | float = 0.0,
+    explored_share: float = 0.5,
 ) -> Routes:
     """Weights of every token on the experts.
 
@@ -72,11 +71,12 @@ def choose_routes(
             largest. ``"sample"``: weights drawn from the posterior; a hard route takes the largest
             of these: Thompson sampling. ``"one_hot"``: a hard route takes one expert drawn with
             the expected weights as probabilities; soft tokens take the expected weights.
-            ``"explore"``: a share ``EXPLORED`` of hard routes takes any expert, the others the
-            largest; only the former teach.
+            ``"explore"``: some hard routes take any expert, the others the largest; only the
+            former teach.
         gradient: How a hard route teaches the controller, as above.
         signal: Uncertainty that gates; see :func:`uncertainty_of`.
         threshold: The paper's eta. Raising it makes tokens hard, lowering it makes them soft.
+        explored_share: How many routes take any expert, of those that explore.
     """
     belief = posterior.mean
     weights = posterior.sample() if draw == "sample" else belief
@@ -86,7 +86,7 @@ def choose_routes(
     expert = draw_expert(belief) if draw == "one_hot" else weights.argmax(dim=-1)
     explored = None
     if draw == "explore":
-        explored = torch.rand(expert.shape, device=expert.device) < EXPLORED
+        explored = torch.rand(expert.shape, device=expert.device) < explored_share
         expert = torch.where(explored, torch.randint_like(expert, weights.shape[-1]), expert)
     chosen = torch.zeros_like(weights).scatter_(-1, expert.unsqueeze(-1), 1.0)
     teaches = explored is not None or not posterior.learns_by_exploring

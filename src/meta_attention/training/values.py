@@ -27,6 +27,9 @@ from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.routing import BEYOND, check_cost, search_price
 
 WARMUP = 0.05  # of the steps
+# share of the routes that try any expert beside those in use: with many that do, it would be
+# another model than the one that is used
+EXPLORED_IN_USE = 0.125
 BETAS, MAX_NORM = (0.9, 0.999), 1.0
 # of a model that learns on: its optimiser, the steps after which another price is found, and the
 # share by which a cost may be below the one asked for
@@ -122,11 +125,10 @@ def learn_values(
 ) -> None:
     """Teach controllers what experts are worth to a model that stays as it is.
 
-    Half of the routes try any expert. What it is worth depends on what the others take. Until
-    something is known, that is the dearest: at a price below zero everything is bought. With a
-    target cost it is what they take in use, as far as half of them do not try something: where
-    heads do the same work, each is worth little beside all others, and much beside those that a
-    price has left.
+    Some routes try any expert. What it is worth depends on what the others take. Until something
+    is known, that is the dearest: at a price below zero everything is bought. With a target cost it
+    is what they take in use, and few try something else: where heads do the same work, each is
+    worth little beside all others, and much beside those that a price has left.
 
     Args:
         model: With ``controller="value"``; any of its routes may have been trained or not.
@@ -391,24 +393,27 @@ def exploring(
     """Routes that try any expert, of a model in which nothing but these parameters learns."""
     learnt = {id(p) for p in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in learnt]
-    was_training, draw = model.training, model.config.training_weights
-    prices, before = [c.price for c in value_controllers(model)], model.config.price
+    config = model.config
+    was_training, draw, share = model.training, config.training_weights, config.explored_share
+    prices, before = [c.price for c in value_controllers(model)], config.price
     try:
         for parameter in others:
             parameter.requires_grad_(False)
         model.train()
-        model.config.training_weights = "explore"
+        config.training_weights = "explore"
+        if not buys_all:
+            config.explored_share = EXPLORED_IN_USE
         if buys_all:
             for price in prices:
                 price.fill_(-BEYOND)
         yield
     except BaseException:
-        model.config.price = before
+        config.price = before
         raise
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
         model.train(was_training)
-        model.config.training_weights = draw
+        config.training_weights, config.explored_share = draw, share
         for price in prices:
-            price.fill_(model.config.price)
+            price.fill_(config.price)
