@@ -62,6 +62,14 @@ def draw_published(paths: Sequence[Path], scale: str, out: Path) -> list[Row]:
     return rows
 
 
+def numbered(rows: Sequence[Row]) -> list[tuple[int, Row]]:
+    """Variants that are drawn, with the numbers by which figure and table name them."""
+    is_paired = any(row["variant"] == REFERENCE for row in rows)
+    drawn = [row for row in rows if _height(row, is_paired) is not None]
+    drawn.sort(key=lambda row: list(FAMILIES).index(family_of(row)))  # as the key has them
+    return list(enumerate(drawn, 1))
+
+
 def published_rows(paths: Sequence[Path], scale: str) -> list[Row]:
     """A row per variant: of the table that has most of its seeds, timed as in any of them.
 
@@ -159,8 +167,7 @@ def frontier_figure(rows: Sequence[Row], *, are_times_shares: bool = False) -> "
     import matplotlib.pyplot as plt
 
     is_paired = any(row["variant"] == REFERENCE for row in rows)
-    drawn = [row for row in rows if _height(row, is_paired) is not None]
-    drawn.sort(key=lambda row: list(FAMILIES).index(family_of(row)))  # as the key has them
+    drawn = [row for _, row in numbered(rows)]
     panels = _panels(drawn, is_paired, are_times_shares)
     columns = len(panels) if len(panels) < 4 else 2
     lines = -(-len(panels) // columns)

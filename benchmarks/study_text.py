@@ -24,9 +24,9 @@ when it is started again.
         --json runs/speed.json
     python benchmarks/study_text.py report --runs runs/study
 
-    # the plot again, of reports that were kept
+    # the plot again, of reports that were kept, and every variant in words
     python benchmarks/study_text.py frontier --rows benchmarks/results/study_*_h200.json \\
-        --out frontier.svg
+        --out frontier.svg --table frontier.md
 
     # a variant against one of another round, both by their distance to the hybrid
     python benchmarks/study_text.py compare --runs runs/study --others hybrid-1-5-x32-late \\
@@ -61,6 +61,7 @@ import study_frontier
 import study_keep
 import study_report
 import study_run
+import study_table
 from study_data import Cache, prepare
 from study_export import export
 from study_jobs import Job, run_command, run_side_by_side, say
@@ -260,9 +261,8 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--rows", type=Path, nargs="+", required=True, help="their JSON")
     command.add_argument("--scale", choices=list(SCALES), default="small")
     command.add_argument("--out", type=Path, required=True, help="SVG file to write")
-    command.set_defaults(
-        call=lambda args: not study_frontier.draw_published(args.rows, args.scale, args.out)
-    )
+    command.add_argument("--table", type=Path, help="Markdown file to write: variants in words")
+    command.set_defaults(call=draw_frontier)
 
     command = commands.add_parser("compare", help="a variant against others, also of other runs")
     command.add_argument("--runs", type=Path, required=True, help="with the variant and its hybrid")
@@ -287,6 +287,13 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", type=Path, required=True, help="file to write")
     command.set_defaults(call=keep)
     return parser
+
+
+def draw_frontier(args: argparse.Namespace) -> int:
+    rows = study_frontier.draw_published(args.rows, args.scale, args.out)
+    if args.table:
+        study_table.write_table(rows, args.scale, args.table, figure=args.out)
+    return 0
 
 
 def keep(args: argparse.Namespace) -> int:
