@@ -1,10 +1,10 @@
 """What full attention is worth to tokens: as controllers of values say it, and as it is.
 
 What a route is worth depends on what the other routes take. ``check`` measures it where values are
-learnt of which nothing is known, beside full attention, and nearer to where they are used, beside a
-model's own routes; on text that it was trained on, and on text that it was not. In both, half of
-the routes try any expert. ``relearn`` learns the values of a finished run once more, in either way,
-and evaluates it before and after.
+learnt of which nothing is known, beside full attention, where half of the routes try any expert,
+and nearer to where they are used, beside a model's own routes, where an eighth does; on text that
+it was trained on, and on text that it was not. ``relearn`` learns the values of a finished run once
+more, in either way, and evaluates it before and after.
 
     python benchmarks/study_worth.py check --cache runs/cache-packages --tokens 49152 \\
         --run runs/code/small-value-1-5-0.45-scaled-on-seed0 --json runs/check.json
@@ -40,7 +40,14 @@ from meta_attention.bench.machine import describe_machine
 from meta_attention.controller import ValuePosterior, last_seen
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.layers import BayesianMetaAttentionLayer, LayerOutput
-from meta_attention.training.values import exploring, find_price, learn_values, router_parameters
+from meta_attention.training.values import (
+    EXPLORED,
+    EXPLORED_IN_USE,
+    exploring,
+    find_price,
+    learn_values,
+    router_parameters,
+)
 
 Row = dict[str, Any]
 TEXTS = {"trained on": "train", "held out": "valid"}
@@ -49,8 +56,13 @@ CONTEXTS = ("all full", "own routes")
 # sequences of a step, and of the text on which prices are found
 BATCH_SIZE, PRICING_SEQUENCES = 2, 8
 RUN = 1  # the last two tokens together
-# values of a finished run: not learnt again, or beside what
-LEARNT = {"as they were": None, "beside full attention": False, "beside its own routes": True}
+# values of a finished run: not learnt again, or beside what, and how many routes try something
+LEARNT = {
+    "as they were": None,
+    "beside full attention": (False, EXPLORED),
+    "beside its own routes, half try": (True, EXPLORED),
+    "beside its own routes": (True, EXPLORED_IN_USE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +262,15 @@ def relearn(args: argparse.Namespace) -> int:
     # held out of the training, and of the evaluation
     after = scale.eval_tokens if args.text == "valid" else 0
     rows = []
-    for name, is_own in LEARNT.items():
+    for name, beside in LEARNT.items():
         model = run.load(device)
         # the same text, and the same is tried, whatever the others take
         torch.manual_seed(args.seed)
         texts = list(
             _batches(cache, args.text, PRICING_SEQUENCES // BATCH_SIZE, run, device, after=after)
         )
-        if is_own is not None:
+        if beside is not None:
+            is_own, explored = beside
             batches = _batches(cache, args.text, args.steps, run, device, after=after)
             with Progress() as progress:
                 bar = progress.add_task(name, total=args.steps)
@@ -268,6 +281,7 @@ def relearn(args: argparse.Namespace) -> int:
                     lr=scale.value_lr,
                     texts=texts,
                     target_cost=target if is_own else None,
+                    explored_share=explored,
                     autocast=torch.bfloat16 if device == "cuda" else None,
                     on_step=partial(_show, progress, bar),
                 )

@@ -216,13 +216,13 @@ def test_what_too_few_tokens_tried_is_missing_and_the_rest_is_kept(
 
 
 @pytest.mark.parametrize("text", ["train", "valid"])
-def test_values_are_learnt_once_more_in_both_ways_and_cost_the_same(
+def test_values_are_learnt_once_more_in_every_way_and_cost_the_same(
     manual, arguments, tmp_path, monkeypatch, text
 ):
     beside, seen, learn = [], [], study_worth.learn_values
 
     def spy(model, batches, *, texts, target_cost, **options):
-        beside.append(target_cost)
+        beside.append((target_cost, options["explored_share"]))
         seen.append([*texts])
 
         def recorded():
@@ -241,7 +241,7 @@ def test_values_are_learnt_once_more_in_both_ways_and_cost_the_same(
     assert (found["text"], found["steps"], found["eval_tokens"]) == (text, 3, 256)
     rows = {row["values"]: row for row in found["rows"]}
     assert list(rows) == list(study_worth.LEARNT)
-    assert beside == [None, 0.45]
+    assert beside == [(None, 0.5), (0.45, 0.5), (0.45, 0.125)]
     first, *learnt = (row["loss"] for row in rows.values())
     assert first not in learnt
     flops = [row["attention_flops"] for row in rows.values()]

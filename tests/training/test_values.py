@@ -83,9 +83,9 @@ def test_a_run_that_fails_leaves_the_model_as_it_was(routed):
     assert all(p.requires_grad for p in routed.parameters())
 
 
-@pytest.mark.parametrize("target", [None, 0.5])
+@pytest.mark.parametrize(("target", "share"), [(None, None), (0.5, None), (0.5, 0.3)])
 def test_values_are_learnt_beside_the_dearest_experts_or_beside_routes_of_a_cost(
-    routed, target, monkeypatch
+    routed, target, share, monkeypatch
 ):
     learn_values(routed, make_batches(20), num_steps=20)
     texts, seen = make_batches(8), []
@@ -98,15 +98,17 @@ def test_values_are_learnt_beside_the_dearest_experts_or_beside_routes_of_a_cost
         return routes
 
     monkeypatch.setattr(attention, "choose_routes", spy)
-    learn_values(routed, make_batches(8), num_steps=8, lr=1e-6, texts=texts, target_cost=target)
+    options = {"texts": texts, "target_cost": target, "explored_share": share}
+    learn_values(routed, make_batches(8), num_steps=8, lr=1e-6, **options)
     assert len(seen) == 16  # of two layers in eight steps
     takes_full = torch.cat([(routes.expert == 0)[~routes.explored] for routes in seen])
     costs = routed.model.layers[1].attention.controller.costs
     cost = torch.where(takes_full, costs[0], costs[1]).mean().item()
     assert cost == pytest.approx(1.0 if target is None else target, abs=0.03)
     # many try something, or few, where they would change what the others are used beside
+    expected = share or (0.5 if target is None else EXPLORED_IN_USE)
     explored = torch.cat([routes.explored.flatten() for routes in seen]).float().mean().item()
-    assert explored == pytest.approx(0.5 if target is None else EXPLORED_IN_USE, abs=0.05)
+    assert explored == pytest.approx(expected, abs=0.05)
     assert routed.config.explored_share == 0.5
     # and of those that try, any
     tries_full = torch.cat([(routes.expert == 0)[routes.explored] for routes in seen])
@@ -384,6 +386,9 @@ def test_errors_say_what_to_do(routed):
         with_values(make_static(shared_projections=False), window_size=4, length=T)
     with pytest.raises(ConfigError, match="lr must be above 0"):
         learn_values(routed, make_batches(1), num_steps=1, lr=0.0)
+    for share in (0.0, 1.5, float("nan")):
+        with pytest.raises(ConfigError, match="explored_share must be above 0 and at most 1"):
+            learn_values(routed, make_batches(1), num_steps=1, explored_share=share)
     with pytest.raises(ConfigError, match="a model whose layers are static, some of them full"):
         with_values(routed, window_size=4, length=T)
     with pytest.raises(ConfigError, match="a model whose layers are static, some of them full"):

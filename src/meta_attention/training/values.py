@@ -27,9 +27,9 @@ from meta_attention.models import MetaAttentionForCausalLM
 from meta_attention.routing import BEYOND, check_cost, search_price
 
 WARMUP = 0.05  # of the steps
-# share of the routes that try any expert beside those in use: with many that do, it would be
-# another model than the one that is used
-EXPLORED_IN_USE = 0.125
+# share of the routes that try any expert: beside the dearest experts, and beside routes in use,
+# where with many that do it would be another model than the one that is used
+EXPLORED, EXPLORED_IN_USE = 0.5, 0.125
 BETAS, MAX_NORM = (0.9, 0.999), 1.0
 # of a model that learns on: its optimiser, the steps after which another price is found, and the
 # share by which a cost may be below the one asked for
@@ -120,6 +120,7 @@ def learn_values(
     lr: float = 3e-3,
     texts: Sequence[Tensor] = (),
     target_cost: float | None = None,
+    explored_share: float | None = None,
     autocast: torch.dtype | None = None,
     on_step: Callable[[int, dict[str, float]], None] | None = None,
 ) -> None:
@@ -140,6 +141,8 @@ def learn_values(
         target_cost: Routes that try nothing are those of this cost, as of :func:`find_price`; for
             controllers that know something. None: the dearest experts. Afterwards the model has the
             last of these prices, which is not that of what was learnt since: find one.
+        explored_share: How many routes try any expert; None: half of them beside the dearest
+            experts, an eighth beside routes of a cost.
         autocast: Precision of the model's forward pass; None: that of its weights.
         on_step: Called after every step with its number and its figures: ``loss`` with the routes
             that were tried, and ``kl``, the normalisers of the scores.
@@ -158,7 +161,10 @@ def learn_values(
             )
     optimiser = torch.optim.AdamW(parameters, lr, betas=BETAS, weight_decay=0.0)
     done = 0
-    with exploring(model, parameters, buys_all=target_cost is None):
+    if explored_share is not None and not 0.0 < explored_share <= 1.0:
+        raise ConfigError(f"explored_share must be above 0 and at most 1, got {explored_share}")
+    buys_all = target_cost is None
+    with exploring(model, parameters, buys_all=buys_all, share=explored_share):
         for ids in islice(batches, num_steps):
             if target_cost is not None and done % REPRICED_EVERY == 0:
                 _find_nearly(model, texts, target_cost, autocast)
@@ -388,21 +394,24 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast
 
 @contextmanager
 def exploring(
-    model: MetaAttentionForCausalLM, parameters: list[nn.Parameter], *, buys_all: bool
+    model: MetaAttentionForCausalLM,
+    parameters: list[nn.Parameter],
+    *,
+    buys_all: bool,
+    share: float | None = None,
 ) -> Iterator[None]:
     """Routes that try any expert, of a model in which nothing but these parameters learns."""
     learnt = {id(p) for p in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in learnt]
     config = model.config
-    was_training, draw, share = model.training, config.training_weights, config.explored_share
+    was_training, draw, usual = model.training, config.training_weights, config.explored_share
     prices, before = [c.price for c in value_controllers(model)], config.price
     try:
         for parameter in others:
             parameter.requires_grad_(False)
         model.train()
         config.training_weights = "explore"
-        if not buys_all:
-            config.explored_share = EXPLORED_IN_USE
+        config.explored_share = share or (EXPLORED if buys_all else EXPLORED_IN_USE)
         if buys_all:
             for price in prices:
                 price.fill_(-BEYOND)
@@ -414,6 +423,6 @@ def exploring(
         for parameter in others:
             parameter.requires_grad_(True)
         model.train(was_training)
-        config.training_weights, config.explored_share = draw, share
+        config.training_weights, config.explored_share = draw, usual
         for price in prices:
             price.fill_(config.price)
