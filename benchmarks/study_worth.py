@@ -40,9 +40,11 @@ from meta_attention.bench.machine import describe_machine
 from meta_attention.controller import ValuePosterior, last_seen
 from meta_attention.errors import ConfigError, DataError
 from meta_attention.layers import BayesianMetaAttentionLayer, LayerOutput
+from meta_attention.routing import check_cost
 from meta_attention.training.values import (
     EXPLORED,
     EXPLORED_IN_USE,
+    cost_range,
     exploring,
     find_price,
     learn_values,
@@ -54,7 +56,7 @@ TEXTS = {"trained on": "train", "held out": "valid"}
 # what routes that try nothing take
 CONTEXTS = ("all full", "own routes")
 # sequences of a step, and of the text on which prices are found
-BATCH_SIZE, PRICING_SEQUENCES = 2, 8
+BATCH_SIZE, PRICING_SEQUENCES = 2, 32
 RUN = 1  # the last two tokens together
 # values of a finished run: not learnt again, or beside what, and how many routes try something
 LEARNT = {
@@ -254,9 +256,12 @@ def relearn(args: argparse.Namespace) -> int:
         _check_at_least_one("--eval-tokens", args.eval_tokens)
     cache, run = _open(args)
     device, scale = default_device(), run.scale
-    router_parameters(run.load(device))
-    target = find_variant(run.settings["variant"]).target
-    assert target is not None  # variants with values have one
+    possible = cost_range(run.load(device))
+    target = args.target_cost
+    if target is None:
+        target = find_variant(run.settings["variant"]).target
+        assert target is not None  # variants with values have one
+    check_cost(target, *possible)
     asked = scale.eval_tokens if args.eval_tokens is None else args.eval_tokens
     eval_tokens = min(asked, scale.eval_tokens)
     # held out of the training, and of the evaluation
@@ -293,7 +298,8 @@ def relearn(args: argparse.Namespace) -> int:
             f"{rows[-1]['attention_flops']:.4f}, price {rows[-1]['price']:.4f}"
         )
     settings = {"run": run.folder.name, "steps": args.steps, "text": args.text, "seed": args.seed}
-    _write(args.json, settings | {"eval_tokens": eval_tokens, "rows": rows})
+    settings |= {"target_cost": target, "eval_tokens": eval_tokens}
+    _write(args.json, settings | {"rows": rows})
     return 0
 
 
@@ -341,6 +347,9 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--steps", type=int, default=150, help="of two sequences each")
     command.add_argument(
         "--eval-tokens", type=int, help="of each corpus; at most, and by default, the run's"
+    )
+    command.add_argument(
+        "--target-cost", type=float, help="share of full attention's; default: that of the run"
     )
     command.add_argument("--text", choices=("train", "valid"), default="train")
     command.add_argument("--seed", type=int, default=0, help="of the text and of what is tried")

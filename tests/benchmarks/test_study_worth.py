@@ -246,14 +246,14 @@ def test_values_are_learnt_once_more_in_every_way_and_cost_the_same(
     assert first not in learnt
     flops = [row["attention_flops"] for row in rows.values()]
     assert max(flops) == pytest.approx(min(flops), rel=0.2)
-    # the same text in both ways, that of the seed: four batches to price it on, three to learn
+    # the same text in every way, that of the seed: so many batches to price it on, three to learn
     whole = manual.tokens(text, "cpu")["manual"].long()
     after = 0 if text == "train" else 256
     torch.manual_seed(7)
-    expected = [draw_sequences(whole[after:], 2, 128) for _ in range(4)]
+    expected = [draw_sequences(whole[after:], 2, 128) for _ in range(16)]
     for texts in seen:
-        assert len(texts) == 7
-        assert torch.equal(torch.stack(texts[:4]), torch.stack(expected))
+        assert len(texts) == 19
+        assert torch.equal(torch.stack(texts[:16]), torch.stack(expected))
         assert torch.equal(torch.stack(texts), torch.stack(seen[0]))
     # of text that is judged on, nothing
     starts = [
@@ -283,6 +283,19 @@ def test_other_values_are_not_checked(manual, runs, capsys, variant, message):
     assert message in capsys.readouterr().err
 
 
+def test_values_are_judged_at_another_cost(arguments, tmp_path):
+    found = {}
+    for cost in (0.45, 0.7):
+        path = tmp_path / f"{cost}.json"
+        options = ["--steps", "1", "--eval-tokens", "256", "--json", str(path)]
+        assert study_worth.main(["relearn", *arguments, *options, "--target-cost", str(cost)]) == 0
+        found[cost] = json.loads(path.read_text())
+        assert found[cost]["target_cost"] == cost
+    cheap, dear = (found[cost]["rows"][0] for cost in (0.45, 0.7))
+    assert cheap["attention_flops"] < dear["attention_flops"]
+    assert cheap["price"] > dear["price"]
+
+
 def test_bad_input_is_one_line(arguments, runs, capsys, monkeypatch):
     for command, flag in (
         ("relearn", "--steps"),
@@ -292,6 +305,8 @@ def test_bad_input_is_one_line(arguments, runs, capsys, monkeypatch):
         for number in ("0", "-5"):
             assert study_worth.main([command, *arguments, flag, number]) == 2
             assert f"error: {flag} must be >= 1, got {number}\n" == capsys.readouterr().err
+    assert study_worth.main(["relearn", *arguments, "--target-cost", "0"]) == 2
+    assert "error: target_cost must be above 0." in capsys.readouterr().err
     run = Run.open(study_run.run_folder(runs, "tiny", ON, 0))
     other = dataclasses.replace(run, settings=run.settings | {"text": {}})
     monkeypatch.setattr(study_worth.Run, "open", lambda folder: other)
