@@ -36,7 +36,7 @@ def keep(folders: Sequence[Path], path: Path, *, note: str, compared: Sequence[P
         folders: Of runs; a run may be in one of them only.
         path: File to write.
         note: What the runs are, in a sentence.
-        compared: Files that ``compare`` wrote, kept as they are.
+        compared: Files that ``compare`` or ``study_worth.py`` wrote, kept as they are.
     """
     results = [result for folder in folders for result in read_results(folder)]
     runs: dict[str, Row] = {}
@@ -110,7 +110,9 @@ def _read(path: Path) -> Row:
     try:
         found: Row = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} must be a file that compare --json wrote: {error}") from error
+        raise DataError(
+            f"{path} must be a file that compare or study_worth.py wrote with --json: {error}"
+        ) from error
     return found
 
 

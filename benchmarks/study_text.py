@@ -282,7 +282,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of runs")
     command.add_argument("--note", required=True, help="what they are, in a sentence")
     command.add_argument(
-        "--compared", type=Path, nargs="+", default=[], help="what compare --json wrote"
+        "--compared",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="what compare or study_worth.py wrote with --json",
     )
     command.add_argument("--json", type=Path, required=True, help="file to write")
     command.set_defaults(call=keep)

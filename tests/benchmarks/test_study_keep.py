@@ -95,4 +95,4 @@ def test_what_cannot_be_kept_is_refused_and_nothing_is_written(what, write_run, 
         assert "must be in one folder only" in capsys.readouterr().err
     else:
         assert kept([runs], path, tmp_path / "missing.json") == (2, None)
-        assert "compare --json wrote" in capsys.readouterr().err
+        assert "compare or study_worth.py wrote with --json" in capsys.readouterr().err
