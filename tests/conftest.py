@@ -10,13 +10,17 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# xdist runs one worker per core; more threads than that only wait for each other
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
-
 # the same examples on every run, and no failure for a slow machine
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist runs one worker per core; more threads than that, of torch, of the interpreter's arrays
+    # or of commands that tests start, wait for each other in loops
+    if config.getoption("numprocesses", None):
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ.setdefault(name, "1")
 
 
 @pytest.fixture(autouse=True)
