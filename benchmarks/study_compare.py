@@ -58,6 +58,7 @@ def compare(
     }
     _print(record)
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"written: {path}")
     return record

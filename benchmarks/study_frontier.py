@@ -150,6 +150,7 @@ def draw_frontier(rows: Sequence[Row], path: Path, *, are_times_shares: bool = F
         print("no plot: matplotlib is not installed; run report where it is")
         return
     figure = frontier_figure(rows, are_times_shares=are_times_shares)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
         figure.savefig(path, metadata={"Date": None})
     matplotlib.pyplot.close(figure)

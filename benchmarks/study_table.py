@@ -83,6 +83,7 @@ def write_table(rows: Sequence[Row], scale_name: str, path: Path, *, figure: Pat
         if named:
             lines += ["", f"## {heading}", "", _line(COLUMNS), "|---" * len(COLUMNS) + "|"]
             lines += [_line(_cells(number, row, scale)) for number, row in named]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     print(f"written: {path}")
 

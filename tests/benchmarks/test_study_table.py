@@ -30,9 +30,11 @@ def test_a_page_has_every_drawn_variant_with_its_number_and_figures(rounds, tmp_
         study_report.report([runs])
         paths.append(tmp_path / f"{name}.json")
         paths[-1].write_text((runs / "report.json").read_text())
-    page = tmp_path / "frontier.md"
-    files = ["--rows", *map(str, paths), "--scale", "tiny", "--out", str(tmp_path / "frontier.svg")]
+    # in folders that are not there yet
+    page, figure = tmp_path / "pages" / "frontier.md", tmp_path / "figures" / "frontier.svg"
+    files = ["--rows", *map(str, paths), "--scale", "tiny", "--out", str(figure)]
     assert study_text.main(["frontier", *files, "--table", str(page)]) == 0
+    assert figure.exists()
     lines = page.read_text().splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "`" in line[:12]]
     assert [row[:2] for row in rows] == [
